@@ -1,36 +1,25 @@
 """Base class and checks shared by the library's callbacks."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.settings import changed_arguments
-from lightning_sgmcmc.run.trainer import Place
 
 
-class SamplerCallback(pl.Callback):
+class SamplerCallback(RunCallback):
     """A callback of a sampling run: it may set the sampler's controls, and it sees every posterior sample.
 
     The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step`
     (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules decide
     whether the states are samples), and then `on_posterior_samples` and, once per chain, `on_posterior_sample`.
     """
-
-    setting: ClassVar[str | None] = None
-    """Name of the callback among the run's settings, which a resumed run must share; None if it does not change the
-    chain."""
-
-    place: ClassVar[Place | None] = None
-    """Where it runs among the library's callbacks, whatever their order in the trainer's list; None leaves it where the
-    list has it."""
-
-    kind: str | None = None
-    """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

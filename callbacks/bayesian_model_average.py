@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
 from lightning_sgmcmc.checks import check_choice, check_flag
@@ -33,7 +34,7 @@ from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.run.checks import PatientStopping
-from lightning_sgmcmc.run.trainer import Place, is_finished
+from lightning_sgmcmc.run.trainer import is_finished
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.schedule import is_optimization
+from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
@@ -25,7 +26,7 @@ from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
 from lightning_sgmcmc.run.results import HEALTH
-from lightning_sgmcmc.run.trainer import Place, callbacks_of, is_trial, said_by
+from lightning_sgmcmc.run.trainer import callbacks_of, declared, is_trial
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 
@@ -144,6 +145,9 @@ class ChainHealth(StepClaimant):
             rank_zero_warn(
                 "The checkpoint's health record is for a network with other parameters: ChainHealth starts a new one."
             )
+
+    def memory(self, sizes: ChainSizes) -> int:
+        return 3 * sizes.parameters
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -267,7 +271,7 @@ class ChainHealth(StepClaimant):
     def _is_cooling(self, trainer: pl.Trainer) -> bool:
         """Return whether this is amid a stage whose later steps are smaller, and so less hot."""
         amid = self._observer is not None and self._observer.in_stage
-        return amid and any(said_by(callback, "sets_lr", False) for callback in callbacks_of(trainer))
+        return amid and any(callback.sets_lr for callback in declared(trainer))
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:
         assert self._trainer is not None

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.contour_run import ContourRun, inexact_settings
 from lightning_sgmcmc.callbacks.schedule import begin_first_stage, schedule_of
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
@@ -26,7 +27,7 @@ from lightning_sgmcmc.contour import (
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars, log_values
-from lightning_sgmcmc.run.trainer import Place, fit_steps, is_trial
+from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.tensors import sent
 
 
@@ -89,7 +90,9 @@ class ContourGradient(StepClaimant):
         trainer = pl.Trainer(max_epochs=200, callbacks=[schedule, contour])
     """
 
+    changes_chain = True
     place = Place.CHAIN
+    setting = "contour"
 
     def __init__(
         self,
@@ -127,6 +130,11 @@ class ContourGradient(StepClaimant):
             remedy = f"a warm-up to learn it from (warm_up_steps of a few hundred, got {warm_up_steps})"
             raise ValueError(f"the energy range is unknown: pass first_edge and width, or {remedy}, or auto=True")
         self.rules = rules
+        self.num_bins = num_bins
+        self.first_edge = first_edge
+        self.width = width
+        self.lowest = lowest
+        self.headroom = headroom
         self.step_size = step_size if step_size is not None else DecayingStepSize()
         self.warm_up_steps = warm_up_steps
         self.include_prior = include_prior
@@ -179,6 +187,9 @@ class ContourGradient(StepClaimant):
         self._check_run(run)
         self._resume_or_begin(run)
         self._restored = None
+
+    def plan_note(self) -> str:
+        return "A contour scales the gradient; the plan is for the unflattened target."
 
     def _check_run(self, run: ContourRun) -> None:
         steps, warm_up = fit_steps(run.trainer), run.first_step

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
+from lightning_sgmcmc.chains.callback import ChainSizes
 from lightning_sgmcmc.run.loggers import is_logged, log_cost
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
@@ -56,6 +57,9 @@ class ControlVariates(SnapshotCallback):
                 "ControlVariates and VarianceReducedEnergy would each take a snapshot and pass over all data: use "
                 "ControlVariates(energy=True), which corrects both from one snapshot"
             )
+
+    def memory(self, sizes: ChainSizes) -> int:
+        return super().memory(sizes) + 2 * sizes.parameters  # the gradients of a batch and of all data
 
     def process_batch(self, log_likelihood: Tensor) -> None:
         assert self._snapshot is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates
 from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
+from lightning_sgmcmc.chains.callback import ChainSizes
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_choice
@@ -156,6 +157,12 @@ class CovarianceFriction(SnapshotCallback):
                 f"form='matrix' needs matrices of {parameters:,} by {parameters:,} numbers, one row for each "
                 f"parameter, and the limit is {LARGEST_MATRIX:,} rows: use form='diagonal'"
             )
+
+    def memory(self, sizes: ChainSizes) -> int:
+        second = sizes.parameters * (sizes.numel if self.form == "matrix" else 1)
+        # A batch's gradient at ω, the calibration's origin and the prior's part; two moments and the covariance.
+        kept = 4 * sizes.parameters + 2 * second
+        return super().memory(sizes) + kept + (sizes.parameters + second if self.every_n_epochs > 1 else 0)
 
     # -- calibration --------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
-from lightning_sgmcmc.run.trainer import Place, callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
@@ -68,7 +69,9 @@ class EWSG(StepClaimant):
     Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
     """
 
+    changes_chain = True
     place = Place.CHAIN
+    setting = "ewsg"
 
     def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
         check_count("num_proposals", num_proposals, least=0, optional=False)
@@ -144,6 +147,9 @@ class EWSG(StepClaimant):
                 f"a step of EWSG needs {trainer.accumulate_grad_batches} batches, but an epoch has {batches:.0f}: use "
                 "fewer proposals, or smaller batches"
             )
+
+    def memory(self, sizes: ChainSizes) -> int:
+        return (self.num_proposals + 1) * sizes.parameters
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.samples import Drawing
 from lightning_sgmcmc.chains.state import Stage
@@ -34,7 +35,7 @@ from lightning_sgmcmc.run.learning_coefficient import (
     other_temperature,
 )
 from lightning_sgmcmc.run.loggers import log_figure, log_scalars
-from lightning_sgmcmc.run.trainer import Place, is_trial
+from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import exact, exact_device
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.execution import MASK_SEED, dropout_layers
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import Place
 from lightning_sgmcmc.seeding import derive_seed
 
 WITHOUT_MASK = (nn.MultiheadAttention, nn.RNNBase)
@@ -50,6 +50,7 @@ class MCDropout(SamplerCallback):
     """
 
     place = Place.CHAIN
+    setting = "mc_dropout"
 
     def __init__(self, num_draws: int = 30) -> None:
         check_count("num_draws", num_draws, optional=False)

@@ -11,6 +11,7 @@ from lightning_sgmcmc.batches.rows import fault_of_start
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.metropolis_checks import check_run, check_trajectories, warn_of_other_laws
 from lightning_sgmcmc.callbacks.schedule import Schedule, epoch_length, require_schedule, schedule_of
+from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
@@ -18,7 +19,7 @@ from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import full_energies
 from lightning_sgmcmc.run.loggers import log_scalars
-from lightning_sgmcmc.run.trainer import Place, is_probe, is_trial, log_interval
+from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact_device
@@ -66,6 +67,8 @@ class MetropolisTest(SamplerCallback):
         trainer = pl.Trainer(max_epochs=1000, callbacks=callbacks)  # trainer.fit(module, data)
     """
 
+    changes_chain = True
+    tests_trajectories = True
     place = Place.CHAIN
     setting = "metropolis_test"
 
@@ -132,6 +135,12 @@ class MetropolisTest(SamplerCallback):
             self._continue(self._restored, module.chains, module.device)
             self._held = held_data(trainer)  # data that change during a run are part of the checkpoint
             self._restored = None
+
+    def memory(self, sizes: ChainSizes) -> int:
+        return 2 * sizes.parameters  # a trajectory's start, with its momenta
+
+    def plan_note(self) -> str:
+        return "The plan is as if MetropolisTest accepted all trajectories; its energies are no gradients."
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -30,7 +31,7 @@ from lightning_sgmcmc.run.loggers import (
     write_output,
 )
 from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory
-from lightning_sgmcmc.run.trainer import Place, is_trial, log_interval
+from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import mean_of
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import schedule_of
+from lightning_sgmcmc.chains.callback import Place, SampledChains
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
-from lightning_sgmcmc.run.trainer import Place
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.seeding import derive_seed
@@ -67,6 +67,7 @@ class ReplicaExchange(StepClaimant):
     al. 2021 (variance reduction).
     """
 
+    changes_chain = True
     place = Place.CHAIN
     setting = "replica_exchange"
 
@@ -194,6 +195,12 @@ class ReplicaExchange(StepClaimant):
         if saved.shape[1] == len(self.temperatures):  # version 0.1.0 saved a number for each slot
             saved = (saved[:, :-1] + saved[:, 1:]) / 2
         return saved.to(device)
+
+    def sampled_chains(self, total: int) -> SampledChains:
+        return SampledChains(total * self.sampled_slots // len(self.temperatures), self.lrs[0], self.temperatures[0])
+
+    def plan_note(self) -> str:
+        return "The plan is for the coldest slot of the ladder, without swaps."
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

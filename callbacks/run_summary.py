@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import is_optimization
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
@@ -31,7 +32,7 @@ from lightning_sgmcmc.run.results import (
     write_evaluation,
     write_results,
 )
-from lightning_sgmcmc.run.trainer import Place, baseline_of, is_trial
+from lightning_sgmcmc.run.trainer import baseline_of, is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 

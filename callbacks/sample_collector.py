@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
@@ -27,7 +28,7 @@ from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.run.checkpoints import check_common, mark_of_store
 from lightning_sgmcmc.run.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero, run_folder
 from lightning_sgmcmc.run.resume import check_resume
-from lightning_sgmcmc.run.trainer import Place, is_finished, is_trial
+from lightning_sgmcmc.run.trainer import is_finished, is_trial
 from lightning_sgmcmc.tables import Columns
 
 

@@ -1,18 +1,20 @@
 """Base class of schedules: when to draw samples, and with which controls."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.chains.callback import Place, PlannedSchedule
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.ranks import pass_on
-from lightning_sgmcmc.run.trainer import Place, callbacks_of, fit_steps, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
@@ -78,8 +80,10 @@ class Schedule(SamplerCallback):
     resume, and excludes steps that a loss scaler skipped.
     """
 
+    changes_chain = True
     place = Place.SCHEDULE
     setting = "schedule"
+    entries: ClassVar[Mapping[str, Any]] = {"warm_steps": int}
 
     temperature: float | None = None
     """τ of the target; None uses the module's."""
@@ -182,7 +186,9 @@ class Schedule(SamplerCallback):
         return group["initial_lr"] * controls.lr_factor  # type: ignore[no-any-return]
 
     sets_lr = True
-    """Whether the schedule sets the step size."""
+
+    def as_schedule(self) -> PlannedSchedule:
+        return self
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)

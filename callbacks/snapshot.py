@@ -1,5 +1,6 @@
 """Base class for callbacks that compare mini-batches with a snapshot of the chains."""
 
+import math
 from typing import Any
 
 import pytorch_lightning as pl
@@ -8,13 +9,13 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.schedule import is_warming_up
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, RunCost
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.execution import undisturbed_generators
 from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import pass_over_data
-from lightning_sgmcmc.run.trainer import Place
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 from lightning_sgmcmc.tensors import exact, exact_device
 
@@ -37,6 +38,7 @@ class SnapshotCallback(SamplerCallback):
         ValueError: for an argument out of range; at setup, for gradients under a loss scaler.
     """
 
+    changes_chain = True
     place = Place.CHAIN
 
     shuffles_pass = False
@@ -49,7 +51,7 @@ class SnapshotCallback(SamplerCallback):
         self.start_epoch = start_epoch
         self.every_n_epochs = every_n_epochs
         self.energy = energy
-        self.gradients = gradients
+        self.needs_gradients = gradients
         self.reset()
 
     def reset(self) -> None:
@@ -67,7 +69,7 @@ class SnapshotCallback(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and self.gradients:
+        if stage == "fit" and self.needs_gradients:
             refuse_loss_scaler(trainer, f"{type(self).__name__} computes with gradients")
             chains_of(pl_module).claims.claim("snapshot gradients", self, self._batch_is_complete)
         if stage == "fit" and self.energy:
@@ -82,7 +84,7 @@ class SnapshotCallback(SamplerCallback):
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore from `state_dict()`, when a fit begins."""
         if saved["snapshot"] is not None:
-            self._snapshot = Snapshot(self.chains, self.gradients)
+            self._snapshot = Snapshot(self.chains, self.needs_gradients)
             self._snapshot.load_state_dict(saved["snapshot"])
         self._period = saved["period"]
         self._num_data = saved.get("num_data", self.chains.observed.num_data)
@@ -118,7 +120,7 @@ class SnapshotCallback(SamplerCallback):
         """Take a snapshot of the chains, and pass over all data."""
         module = self._module
         if self._snapshot is None:
-            self._snapshot = Snapshot(self.chains, self.gradients)
+            self._snapshot = Snapshot(self.chains, self.needs_gradients)
         self._snapshot.take()
         total = torch.zeros_like(self._snapshot.log_likelihood)
         with undisturbed_generators(module):
@@ -130,13 +132,24 @@ class SnapshotCallback(SamplerCallback):
         ranks = self._layout.ranks_per_chain
         self._snapshot.log_likelihood.copy_(self._layout.mean_over_data(total) * ranks)
         self.end_pass()
-        if self.gradients:
+        if self.needs_gradients:
             self.chains.counters.gradient_evaluations += self.chains.observed.num_data
 
     @staticmethod
     def _at_snapshot(trainer: pl.Trainer, snapshot: Snapshot, batch: Any) -> Tensor:
         with trainer.strategy.precision_plugin.val_step_context():
             return snapshot.of_batch(batch)
+
+    def memory(self, sizes: ChainSizes) -> int:
+        return sizes.tensors
+
+    def gradients(self, cost: RunCost) -> int | None:
+        if not self.needs_gradients:
+            return 0
+        share = max(cost.epochs - self.start_epoch, 0.0)
+        if math.isnan(share):
+            return None
+        return round(cost.gradients * share / cost.epochs + math.ceil(share / self.every_n_epochs) * cost.num_data)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -157,7 +170,7 @@ class SnapshotCallback(SamplerCallback):
         each = self._at_snapshot(trainer, self._snapshot, batch)
         weights = self.chains.weights
         factor = None if weights is None else weights.factor(batch_idx, self.chains.accumulation.candidates)
-        if self.gradients:
+        if self.needs_gradients:
             size = each.shape[1]
             self._snapshot.add_gradients(each, size if factor is None else 1 / factor)
             self.chains.counters.gradient_evaluations += size * self._layout.ranks_per_chain

@@ -10,6 +10,7 @@ import torch
 
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.callback import ChainSizes
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -152,6 +153,10 @@ class SWAG(Schedule):
             self._cycle = self._restored["cycle"]
             self.moments.load_state_dict(self._restored["moments"], layout.own_stored)
             self._restored = None
+
+    def memory(self, sizes: ChainSizes) -> int:
+        iterates = sum(map(self.laid_out.collects, range(1, self.laid_out.period + 1)))
+        return (2 + min(self.rank, iterates)) * sizes.parameters
 
     def announce_optimization(self, module: BayesianModule) -> None:
         """Say nothing: the callback's name says what its draws are."""

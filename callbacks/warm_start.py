@@ -10,12 +10,13 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, schedule_of
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import Place, fit_steps, is_trial
+from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
 
@@ -59,6 +60,7 @@ class WarmStart(FirstStage):
         trainer = pl.Trainer(max_epochs=100, callbacks=[warm_start, CyclicalSchedule(num_cycles=4)])
     """
 
+    changes_chain = True
     place = Place.FIRST_STAGE
     setting = "warm_start"
 

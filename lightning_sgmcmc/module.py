@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.rows import resolve_num_data
-from lightning_sgmcmc.chains.chains import Chains, check_step_size, sampler_of
+from lightning_sgmcmc.chains.chains import ChainModel, Chains, check_step_size, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.layout import present_place
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -43,7 +43,7 @@ OUTSIDE_A_FIT = (
 )
 
 
-class BayesianModule(EnergyModel):
+class BayesianModule(ChainModel):
     """A network with a likelihood and a prior, trained by a sampler: the parameters walk through the posterior.
 
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ),   Ũ(θ) = (N/n)·Σ_{i in batch} -log p(y_i|x_i,θ) - log p(θ)
@@ -189,7 +189,7 @@ class BayesianModule(EnergyModel):
             chain: global index of the chain, from 1; it seeds torch's default generator.
         """
         cls, arguments = type(self), self._arguments
-        redraw(self, chain, None if cls.__bases__ == (EnergyModel,) else lambda: cls(**arguments))
+        redraw(self, chain, None if cls is BayesianModule else lambda: cls(**arguments))
 
     def potential_energy(self, batch: Any) -> Tensor:
         """Return Ũ of a batch for each chain, shape (C,), in nats.
@@ -244,7 +244,8 @@ class BayesianModule(EnergyModel):
         """
         if self._trainer is not None and self._trainer.state.fn == "fit":
             check_continues(checkpoint, str(self._trainer.ckpt_path), type(self).__name__)
-        count_saved_fit(self.chains.seeds, checkpoint)
+        callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
+        count_saved_fit(self.chains.seeds, checkpoint, callbacks)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss Σ_c Ũ_c/N; `chains` stores the energies.
@@ -259,8 +260,8 @@ class BayesianModule(EnergyModel):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; gather and correct the gradients once the batch is complete."""
         if self._looks_at_loss > 0:
-            self._looks_at_loss -= 1
-            warn_of_other_loss(self.trainer, self, loss)
+            differs = warn_of_other_loss(self.trainer, self, loss)
+            self._looks_at_loss = 0 if differs else self._looks_at_loss - 1
         self.chains.backward(loss, *args, **kwargs)
 
     def optimizer_step(

@@ -21,6 +21,7 @@ from docs.hooks.pictures import BLUE, ORANGE, PAGE, picture
 from lightning_sgmcmc import SGHMC, BayesianModule, Gaussian, GaussianPrior, NonFiniteEnergyError
 from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks.schedule import Schedule
 from lightning_sgmcmc.datamodules import TensorBatches
 
 NOISE = 0.3
@@ -84,7 +85,7 @@ def fit(
     run = module(net=net, lr=lr, **(settings | options))
     kept, schedule = Kept(), SamplingSchedule(burn_in_steps=burn_in, every_n_steps=every)
     own = [SampleCollector(in_memory=True), BayesianModelAverage(), ChainHealth(every_n_steps=2), kept]
-    schedules = [] if any(getattr(c, "setting", None) == "schedule" for c in callbacks) else [schedule]
+    schedules = [] if any(isinstance(c, Schedule) for c in callbacks) else [schedule]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
     quiet |= {"max_steps": steps, "accelerator": "cpu", "enable_model_summary": False} | (trainer or {})
     loader = data if hasattr(data, "batch_sampler") else ResumableLoader(data, batch_size=batch_size)

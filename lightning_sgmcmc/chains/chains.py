@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -22,6 +22,7 @@ from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
+from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
 from lightning_sgmcmc.priors.base import check_patterns
 from lightning_sgmcmc.priors.held import held_rows
@@ -547,16 +548,36 @@ class Chains(ChainGradients):
         return loss if step.excess is None else loss + step.excess
 
 
+class ChainModel(EnergyModel):
+    """A model with its chains, as the services of a run see it; `BayesianModule` is the one that users derive from."""
+
+    if TYPE_CHECKING:  # annotations of a class would be read by scripting
+        chains: Chains
+        lr: StepSize | None
+        temperature: float | tuple[float, ...]
+        num_data: int | None
+        given_num_data: int | None
+        health: HealthReport | None
+
+
+def chain_model(module: pl.LightningModule) -> ChainModel:
+    """Return a module, typed as one with chains.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(module, ChainModel):
+        raise TypeError(f"{type(module).__name__} holds no chains: derive it from lightning_sgmcmc.BayesianModule")
+    return module
+
+
 def chains_of(module: pl.LightningModule) -> Chains:
     """Return the chains of a `BayesianModule`.
 
     Raises:
         TypeError: if the module is not a `BayesianModule`.
     """
-    chains = getattr(module, "chains", None)
-    if not isinstance(chains, Chains):
-        raise TypeError(f"{type(module).__name__} holds no chains: derive it from lightning_sgmcmc.BayesianModule")
-    return chains
+    return chain_model(module).chains
 
 
 def sampler_of(module: pl.LightningModule) -> Sampler:

@@ -1,9 +1,9 @@
 """Configurations made from a fit's: `--auto` chooses the sampling, `--baselines` adds networks of the same cost."""
 
 import copy
-import inspect
 import json
 import math
+import pydoc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from jsonargparse import Namespace
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.table import Table
 
-from lightning_sgmcmc import callbacks
 from lightning_sgmcmc.callbacks import AutoSampling, recommended
 from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
+from lightning_sgmcmc.chains.callback import RunCallback
+from lightning_sgmcmc.chains.claims import SUBJECTS
+from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import NAME
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import ClassLikelihood
@@ -38,11 +40,20 @@ def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
     """Replace what decides about sampling in a fit's configuration by `AutoSampling`, in place.
 
     The callbacks that change the chain are left out; those of `recommended` are added where they are missing.
+
+    Raises:
+        Mistake: for a callback that makes other samples of the chain's states than `AutoSampling` weighs.
     """
     given = config.trainer.get("callbacks") or []
     entries = given if isinstance(given, list) else [given]
-    kept = [entry for entry in entries if not _changes_the_chain(entry)]
-    dropped = [_name(entry) for entry in entries if _changes_the_chain(entry) and _name(entry) != "AutoSampling"]
+    kept = [entry for entry in entries if not _declared(entry).changes_chain]
+    dropped = [name for entry in entries if (name := _name(entry)) != "AutoSampling" and entry not in kept]
+    for entry in kept:
+        shared = _declared(entry).claims.keys() & AutoSampling.claims
+        if shared:
+            raise Mistake(
+                f"--auto and {_name(entry)} cannot be combined: {SUBJECTS[min(shared)]}; remove one of the two"
+            )
     if dropped:
         rank_zero_info(f"--auto replaces {', '.join(dropped)} and the module's prior, sampler and lr.")
     known = {_name(entry) for entry in kept}
@@ -56,10 +67,11 @@ def _name(entry: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-def _changes_the_chain(entry: Any) -> bool:
-    """Return whether a callback of the library has a setting, so that a resumed run must share it."""
-    kind = getattr(callbacks, _name(entry), None)
-    return inspect.isclass(kind) and getattr(kind, "setting", None) is not None
+def _declared(entry: Any) -> type[RunCallback]:
+    """Return the class of a callback in a configuration; `RunCallback` for one that declares nothing."""
+    path = entry.get("class_path", "") if isinstance(entry, Namespace | dict) else ""
+    kind = pydoc.locate(str(path)) if path else type(entry)
+    return kind if isinstance(kind, type) and issubclass(kind, RunCallback) else RunCallback
 
 
 def write_repeating_configuration(trainer: pl.Trainer) -> None:

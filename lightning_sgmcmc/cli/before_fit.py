@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard, PredictionWriter, RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
-from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.chains import chain_model, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import ConfigFile
@@ -54,7 +54,7 @@ class _Plan(pl.Callback):
     plan: RunPlan | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.plan = plan_of(trainer, pl_module)
+        self.plan = plan_of(trainer, chain_model(pl_module))
         raise _Planned
 
 

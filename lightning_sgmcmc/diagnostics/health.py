@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_sgmcmc.diagnostics.findings import Finding, ranked
 from lightning_sgmcmc.plain import as_plain, from_plain
-from lightning_sgmcmc.planning.kind import RunKind
+from lightning_sgmcmc.planning.plan import RunKind
 
 TemperatureKind = Literal["kinetic", "configurational"]
 Verdict = Literal["ok", "warning", "unknown"]

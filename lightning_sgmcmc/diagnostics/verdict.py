@@ -10,7 +10,7 @@ from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
 from lightning_sgmcmc.diagnostics.estimates import Estimates
 from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
-from lightning_sgmcmc.planning.kind import COLD_BELOW, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
+from lightning_sgmcmc.planning.plan import COLD_BELOW, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
 FLAT = 0.05
 """Root mean square of κ - 1 below which a contour is said to do nothing: steps differ by less than 5 %."""

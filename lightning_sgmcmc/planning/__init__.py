@@ -3,13 +3,10 @@
 `recursion.py` has the exact second moments of linear sampler steps, `plan.py` the result.
 """
 
-from lightning_sgmcmc.planning.controls import Blocks, ChainControls, blocks_of
-from lightning_sgmcmc.planning.kind import WANTED, RunKind
 from lightning_sgmcmc.planning.make import PlanInputs, make_plan
-from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
-from lightning_sgmcmc.planning.reach import Reached, TensorFacts, reach
+from lightning_sgmcmc.planning.plan import WANTED, RunKind, RunPlan, TensorPlan
+from lightning_sgmcmc.planning.reach import Blocks, ChainControls, Reached, TensorFacts, blocks_of, linear_rule, reach
 from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, draws_of_mean, stage_moments
-from lightning_sgmcmc.planning.rules import linear_rule
 
 __all__ = [
     "WANTED",

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_sgmcmc.plain import finite_or_none
-from lightning_sgmcmc.planning.controls import Blocks
 from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
-from lightning_sgmcmc.planning.reach import Reached, TensorFacts, reach
+from lightning_sgmcmc.planning.reach import Blocks, Reached, TensorFacts, reach
 from lightning_sgmcmc.samplers import Sampler
 
 FAR = 0.6
@@ -87,7 +86,7 @@ def make_plan(
         disk_bytes=None if samples is None else samples * facts.disk_bytes_of_sample,
         memory_bytes=facts.memory_bytes,
         tensors={name: _tensor_plan(tensor, reached.get(name), facts.temperature) for name, tensor in tensors.items()},
-        notes=_notes(facts, blocks, tensors, reached),
+        notes=_notes(sampler, facts, blocks, tensors, reached),
         label=facts.label,
     )
     return _with_reached(plan, parts, reached, facts) if reached else plan
@@ -169,7 +168,11 @@ def _stages(is_sampling: Sequence[bool]) -> int:
 
 
 def _notes(
-    facts: PlanInputs, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached]
+    sampler: Sampler,
+    facts: PlanInputs,
+    blocks: Blocks | None,
+    tensors: Mapping[str, TensorFacts],
+    reached: Mapping[str, Reached],
 ) -> tuple[str, ...]:
     notes = list(facts.notes)
     unknown = [name for name, tensor in tensors.items() if tensor.std is None]
@@ -179,5 +182,16 @@ def _notes(
         which = "all tensors" if len(unknown) == len(tensors) else ", ".join(unknown[:3])
         notes.append(f"The prior's scale is unknown for {which}: relaxation and temperature are not planned there.")
     elif facts.temperature > 0 and not reached:
-        notes.append("The sampler's steps depend on the gradients, so relaxation and temperature are not planned.")
+        notes.append(_without_law(sampler))
     return tuple(notes)
+
+
+def _without_law(sampler: Sampler) -> str:
+    """Return why no linear rule follows a sampler's steps."""
+    name, law = type(sampler).__name__, sampler.planned_law(sampler.param_groups[0])
+    if law is None:
+        return "The sampler's steps depend on the gradients, so relaxation and temperature are not planned."
+    return (
+        f"{name}'s law does not say how its position moves (StepLaw(move=…)), so relaxation and temperature are not "
+        "planned."
+    )

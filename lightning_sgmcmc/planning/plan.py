@@ -1,12 +1,30 @@
-"""RunPlan: what a run will reach, cost and be called, before its first step."""
+"""RunPlan: what a run will reach, cost and be called, before its first step, and these in words."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from lightning_sgmcmc.plain import as_plain
-from lightning_sgmcmc.planning import words
-from lightning_sgmcmc.planning.kind import WANTED, RunKind
+
+COLD_BELOW = 0.5
+"""A configurational temperature below this share of the target's makes a run a cold ensemble."""
+LEAST_RELAXATION_TIMES = 1.0
+"""With fewer relaxation times a run is a cold ensemble: its states have kept most of their start."""
+WANTED = 3.0
+"""Relaxation times that burn-in and sampling should cover together for a posterior sample.
+
+After t of them a coordinate keeps e^-t of its start and has 1 - e^-2t of its variance: at 3 these are 5 % and 99.8 %,
+and the average over the last three quarters of a run without burn-in is above 0.85 of the target's temperature, which
+`ChainHealth` accepts."""
+HOT_SHARE = 0.5
+"""A target whose heat exceeds this share of the energy of chance is called hot for its data."""
+UNKNOWN = "unknown"
+DIRECTIONS = "directions that the data leave to the prior"
+"""Whose relaxation a plan knows: the likelihood's directions relax faster."""
+RELAXED = 0.8
+"""Share of the target's temperature from which the directions together are called relaxed, as in `ChainHealth`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ class RunPlan:
     is_exact: bool = False
 
     @property
-    def kind(self) -> RunKind | None:
+    def kind(self) -> "RunKind | None":
         """What the run will be called, None if the plan does not know."""
         return RunKind.of(self)
 
@@ -113,15 +131,15 @@ class RunPlan:
     @property
     def warnings(self) -> list[str]:
         """At most one sentence, with the numbers to change, for a run that claims a posterior (τ > 0)."""
-        return words.warnings(self, WANTED)
+        return _warnings(self)
 
     def sentences(self) -> list[str]:
         """Return the plan in at most five lines of under 80 characters."""
-        return words.sentences(self, WANTED)
+        return _sentences(self)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table of the whole plan."""
-        return words.rows(self, WANTED)
+        return _rows(self)
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, with its name as "kind", warnings and sentences."""
@@ -133,3 +151,219 @@ class RunPlan:
         names = ("relaxation_times", "configurational_temperature", "independent_draws", "heat", "chance")
         values = {name: getattr(self, name) for name in (*names, "data_passes")}
         return {name: float(value) for name, value in values.items() if value is not None}
+
+
+class RunKind(str, Enum):
+    """What the states that a run collects are, together."""
+
+    POSTERIOR_SAMPLE = "posterior sample"
+    COLD_ENSEMBLE = "cold ensemble"
+    SNAPSHOT_ENSEMBLE = "snapshot ensemble"
+    DEEP_ENSEMBLE = "deep ensemble"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def of(cls, plan: "RunPlan", measured_configurational_temperature: float | None = None) -> "RunKind | None":
+        """Return what a run is called, by its plan and by what was measured.
+
+        At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Below temperature 1 it
+        is a cold ensemble, since the posterior has 1. From 1 on it is a cold ensemble if it covers less than one
+        relaxation time, or if its configurational temperature is below half of the target's; else it is a posterior
+        sample. A measured temperature decides alone.
+
+        Args:
+            plan: the run's plan.
+            measured_configurational_temperature: that of all tensors together in `ChainHealth`'s report; None without.
+
+        Returns:
+            the kind; None if neither is known.
+        """
+        if plan.temperature == 0:
+            return cls.DEEP_ENSEMBLE if plan.chains > 1 else cls.SNAPSHOT_ENSEMBLE
+        if plan.temperature < 1:
+            return cls.COLD_ENSEMBLE
+        reached, covered = measured_configurational_temperature, plan.relaxation_times
+        if reached is None and covered is not None and covered < LEAST_RELAXATION_TIMES:
+            return cls.COLD_ENSEMBLE
+        if reached is None:
+            reached = plan.configurational_temperature
+        if reached is None:
+            return None
+        return cls.COLD_ENSEMBLE if reached < COLD_BELOW * plan.temperature else cls.POSTERIOR_SAMPLE
+
+
+# -- in words --------------------------------------------------------------------------------------------------------
+
+
+def _sentences(plan: RunPlan) -> list[str]:
+    """Return the plan in at most five lines of under 80 characters."""
+    name = plan.name or "of unknown kind"
+    count = "" if plan.samples is None else f"{_counted(plan.samples, 'sample')} of "
+    lines = [f"Plan: {name}; {count}{_counted(plan.chains, 'chain')}; {_temperature(plan)}."]
+    if plan.temperature > 0:
+        lines.append(f"Relaxation times in {_where(plan)}: {_known(plan.relaxation_times)} of {WANTED:g}.")
+        lines.append(_draws(plan))
+        lines.append(_heat(plan))
+    lines.append(_cost(plan))
+    return [line for line in lines if line]
+
+
+def _temperature(plan: RunPlan) -> str:
+    if plan.temperature == 0:
+        return "temperature 0 is optimization"
+    if plan.configurational_temperature is None:
+        return f"target temperature {plan.temperature:.3g}"
+    return f"temperature {plan.configurational_temperature:.2g} of {plan.temperature:.3g}"
+
+
+def _draws(plan: RunPlan) -> str:
+    """Return the line on independent draws; the error of an average over n of them is 1/√n standard deviations."""
+    draws, covered = plan.independent_draws, plan.relaxation_times
+    if draws is None:
+        return ""
+    if covered is None or covered < WANTED:  # the average keeps a part of the start
+        return f"Independent draws: {_rounded(draws)}."
+    return f"Independent draws: {_rounded(draws)}; averages within 1/√draws = {draws**-0.5:.2g} posterior sd."
+
+
+def _heat(plan: RunPlan) -> str:
+    if plan.heat is None:
+        return ""
+    chance = "" if plan.chance is None else f"; guessing costs {_short(plan.chance)} nats"
+    return f"Heat at the target's temperature: {_short(plan.heat)} nats{chance}."
+
+
+def _cost(plan: RunPlan) -> str:
+    passes = None if plan.data_passes is None else f"{_short(plan.data_passes)} data passes"
+    disk = None if plan.disk_bytes is None else f"{size(plan.disk_bytes)} of samples"
+    memory = None if plan.memory_bytes is None else f"{size(plan.memory_bytes)} in memory"
+    steps = None if plan.steps is None else f"{_short(plan.steps)} steps"
+    return f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."
+
+
+def _warnings(plan: RunPlan) -> list[str]:
+    """Return at most one sentence with the numbers to change, for a run that claims a posterior."""
+    if plan.temperature == 0:
+        return []
+    covered, reached = plan.relaxation_times, plan.configurational_temperature
+    if covered is not None and covered < WANTED:
+        times = WANTED / covered if covered > 0 else math.inf
+        remedies = [f"{_rounded(max(times, 1.1))} times the steps" if times < math.inf else "steps with noise"]
+        if plan.lr is not None and 1 < times <= 10:
+            remedies.append(f"lr {plan.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
+        if plan.prior_std is not None and times < math.inf and not plan.is_exact:
+            remedies.append(f"prior std {plan.prior_std / math.sqrt(times):.2g}")
+        cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
+        called = f"call it a cold ensemble{cold}"
+        if plan.is_exact and reached is not None and reached >= RELAXED * plan.temperature:
+            called = f"accept it, since the temperature over all directions is {reached:.2g}"
+        return [
+            f"{covered:.2g} relaxation times of {WANTED:g} wanted in {_where(plan)}: {', or '.join(remedies)}, "
+            f"or {called}{_caution(plan)}"
+        ]
+    if plan.heat is not None and plan.chance is not None and plan.heat > HOT_SHARE * plan.chance:
+        cooler, narrower = plan.temperature * HOT_SHARE * plan.chance / plan.heat, plan.prior_std
+        smaller = "" if narrower is None else f", a smaller prior std (now {narrower:.2g})"
+        return [
+            f"the target takes up {plan.heat:,.0f} nats of heat and guessing costs {plan.chance:,.0f}, so its samples "
+            f"may be little better than guesses: more data, fewer weights{smaller}, or temperature {cooler:.2g}"
+        ]
+    return []
+
+
+def _where(plan: RunPlan) -> str:
+    return "the posterior's slowest direction" if plan.is_exact else DIRECTIONS
+
+
+def _caution(plan: RunPlan) -> str:
+    """Return what limits the warning: with more data than weights, the data may leave no direction to the prior."""
+    if plan.is_exact or plan.parameters >= plan.num_data:
+        return ""
+    return " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
+
+
+def _rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return names and values of a table of the whole plan."""
+    reached, between = plan.configurational_temperature, plan.configurational_range
+    spread = "" if between is None else f" ({between[0]:.2g} to {between[1]:.2g} over the chains)"
+    duration = None if plan.seconds is None else f"{plan.seconds:,.0f} s ({plan.seconds_per_step or 0:.2g} s a step)"
+    evaluations = None if plan.gradient_evaluations is None else f"{plan.gradient_evaluations:,} of each chain"
+    found = [
+        ("This run is called", plan.name),
+        ("Optimizer steps", _number(plan.steps)),
+        ("Samples", _number(plan.samples)),
+        ("Chains", _number(plan.chains)),
+        ("Number of data N", _number(plan.num_data)),
+        ("Parameters of a chain", _number(plan.parameters)),
+        ("Target temperature", f"{plan.temperature:.3g}"),
+        ("Expected configurational temperature", None if reached is None else f"{reached:.2g}{spread}"),
+        (f"Relaxation times (of {WANTED:g} wanted)", _known(plan.relaxation_times)),
+        ("  in burn-in", _known(plan.burn_in_relaxation_times)),
+        ("  in a stage of sampling", _known(plan.sampling_relaxation_times)),
+        ("Slowest tensor", "all tensors together" if plan.is_exact else plan.slowest_tensor),
+        ("Independent draws to expect", _known(plan.independent_draws)),
+        ("Heat of the target, nats", None if plan.heat is None else f"{plan.heat:,.0f}"),
+        ("Energy of guessing, nats", None if plan.chance is None else f"{plan.chance:,.0f}"),
+        ("Per-datum gradients", evaluations),
+        ("Data passes", None if plan.data_passes is None else f"{plan.data_passes:,.0f}"),
+        ("Time", duration or "measured on the first steps"),
+        ("Samples on disk", None if plan.disk_bytes is None else size(plan.disk_bytes)),
+        ("Memory of the chains", None if plan.memory_bytes is None else size(plan.memory_bytes)),
+    ]
+    return [(name, UNKNOWN if value is None else value) for name, value in found]
+
+
+def duration_sentence(seconds: float, seconds_per_step: float) -> str:
+    """Return the line that reports the measured time."""
+    return f"Plan: about {seconds:,.0f} s at {_rounded(seconds_per_step * 1e3)} ms a step, without evaluations."
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as text.
+
+    >>> size(1_234), size(12_345_678)
+    ('1.2 kB', '12 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 10 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value >= 1e6 else f"{value:,.0f}"
+
+
+def _rounded(value: float) -> str:
+    """Return a number with two digits and without an exponent.
+
+    >>> _rounded(136.2), _rounded(3.14159), _rounded(0.0123)
+    ('140', '3.1', '0.012')
+    """
+    return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def _known(value: float | None) -> str:
+    return UNKNOWN if value is None else _rounded(value)
+
+
+def _number(value: int | None) -> str | None:
+    return None if value is None else f"{value:,}"
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{_short(count)} {name}{'' if count == 1 else 's'}"
+
+
+def with_article(name: str) -> str:
+    """Return the name of a run as a sentence has it after "is".
+
+    >>> [with_article(name) for name in ("cold ensemble", "MC dropout ensemble", "SWAG")]
+    ['a cold ensemble', 'an MC dropout ensemble', 'SWAG']
+    """
+    if not name.endswith(("sample", "ensemble", "network")):
+        return name  # a method's
+    return f"{'an' if name.startswith('MC') else 'a'} {name}"

@@ -1,16 +1,21 @@
-"""What a schedule reaches: relaxation times and configurational temperatures of each parameter tensor."""
+"""What a schedule reaches: relaxation times and configurational temperatures of each parameter tensor.
 
-from collections.abc import Mapping, Sequence
+The controls of a run's steps are blocks of equal steps; in each, the sampler's law is a linear rule, whose moments
+`recursion.py` computes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.planning.controls import Blocks
 from lightning_sgmcmc.planning.recursion import LinearRule, draws_of_mean, stage_moments
-from lightning_sgmcmc.planning.rules import linear_rule
 from lightning_sgmcmc.samplers import Sampler
 
+MOST_BLOCKS = 3000
+"""Steps of a longer run are grouped: a block has the controls of its middle step."""
 MOST_CHAINS = 4
 """Chains with controls of their own that are followed; of more, this many, evenly spread over their lr·τ."""
 
@@ -54,7 +59,7 @@ class Reached:
     from_start: Tensor
 
 
-def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], num_data: int) -> dict[str, Reached]:
+def reach(sampler: Sampler, blocks: "Blocks", tensors: Mapping[str, TensorFacts], num_data: int) -> dict[str, Reached]:
     """Return what each tensor with a known prior scale reaches; empty for a sampler without a linear law.
 
     Args:
@@ -86,7 +91,7 @@ def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], 
     return result
 
 
-def _followed(blocks: Blocks) -> list[int]:
+def _followed(blocks: "Blocks") -> list[int]:
     """Return one chain of each kind of controls."""
     columns = torch.cat([blocks.lrs, blocks.temperatures[:, None]], 1).flatten(0, 1).T
     kinds, place = columns.unique(dim=0, return_inverse=True)
@@ -99,7 +104,7 @@ def _followed(blocks: Blocks) -> list[int]:
 
 
 def _of_chain(
-    sampler: Sampler, blocks: Blocks, chain: int, classes: Sequence[tuple[float, int]], num_data: int
+    sampler: Sampler, blocks: "Blocks", chain: int, classes: Sequence[tuple[float, int]], num_data: int
 ) -> tuple[Tensor, ...] | None:
     """Return for each class the temperature from a start at rest, that of a unit start, relaxation times (3, H), and
     the draws that the mean over the steps from the first sampling one is worth."""
@@ -107,7 +112,7 @@ def _of_chain(
     groups = torch.tensor([group for _, group in classes])
     lrs = blocks.lrs[:, groups, chain]
     temperatures = blocks.temperatures[:, chain][:, None].expand_as(lrs)
-    rule = _rule(sampler, groups, lrs, temperatures, num_data)
+    rule = _rule(sampler, groups, lrs, temperatures)
     if rule is None:
         return None
     weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
@@ -123,11 +128,11 @@ def _of_chain(
     return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling), draws
 
 
-def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor, num_data: int) -> LinearRule | None:
+def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor) -> LinearRule | None:
     """Return the rule of all classes, whose parameter groups may have options of their own."""
     joined: LinearRule | None = None
     for index, group in enumerate(sampler.param_groups):
-        rule = linear_rule(sampler, group, lrs, temperatures, num_data)
+        rule = linear_rule(sampler, group, lrs, temperatures)
         if rule is None:
             return None
         joined = rule if joined is None else _chosen(groups == index, rule, joined)
@@ -155,3 +160,114 @@ def _stretches(times: Tensor, is_hot: Tensor, is_sampling: Sequence[bool]) -> Te
         best = torch.where(now.sum(0) > best.sum(0), now, best)
     first = next((place for place, sampling in enumerate(is_sampling) if sampling), len(times))
     return torch.cat([best, times[first:].sum(0, keepdim=True)])
+
+
+# -- the controls of a run -------------------------------------------------------------------------------------------
+
+
+class ChainControls(NamedTuple):
+    """The controls of one step.
+
+    Attributes:
+        lrs: step sizes of each parameter group and chain, shape (G, C).
+        temperatures: temperature of each chain, shape (C,).
+        is_sampling: whether the step belongs to a sampling stage.
+    """
+
+    lrs: Tensor
+    temperatures: Tensor
+    is_sampling: bool
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """B blocks of steps with constant controls.
+
+    Attributes:
+        counts: steps of each block.
+        lrs: shape (B, G, C).
+        temperatures: shape (B, C).
+        is_sampling: whether each block belongs to a sampling stage.
+    """
+
+    counts: list[int]
+    lrs: Tensor
+    temperatures: Tensor
+    is_sampling: list[bool]
+
+    @property
+    def steps(self) -> int:
+        """K, the number of steps."""
+        return sum(self.counts)
+
+
+def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = MOST_BLOCKS) -> Blocks:
+    """Return the blocks of steps 1 to K; neighbours with equal controls are one block.
+
+    Args:
+        steps: K.
+        controls: the controls of step k.
+        most: largest number of steps at which the controls are read.
+    """
+    size = max(1, -(-steps // most))
+    counts: list[int] = []
+    found: list[ChainControls] = []
+    for first in range(1, steps + 1, size):
+        count = min(size, steps - first + 1)
+        now = controls(first + count // 2)
+        if found and _equal(found[-1], now):
+            counts[-1] += count
+        else:
+            counts.append(count)
+            found.append(now)
+    return Blocks(
+        counts,
+        torch.stack([block.lrs for block in found]).double(),
+        torch.stack([block.temperatures for block in found]).double(),
+        [block.is_sampling for block in found],
+    )
+
+
+def _equal(one: ChainControls, other: ChainControls) -> bool:
+    return (
+        one.is_sampling == other.is_sampling
+        and torch.equal(one.lrs, other.lrs)
+        and torch.equal(one.temperatures, other.temperatures)
+    )
+
+
+# -- the law of its steps --------------------------------------------------------------------------------------------
+
+
+def linear_rule(sampler: Sampler, group: Mapping[str, Any], lr: Tensor, temperature: Tensor) -> LinearRule | None:
+    """Return the linear rule of a sampler with the controls of each block of steps.
+
+    Args:
+        sampler: the run's.
+        group: a parameter group, for the options of the rule.
+        lr: step sizes, shape (B, H).
+        temperature: temperatures, shape (B, H).
+
+    Returns:
+        the rule; None for a sampler whose steps are not of that form, whose law does not say how its position moves,
+        or which has a scale for each coordinate (pSGLD).
+    """
+    law = sampler.planned_law({**group, "lr": lr, "temperature": temperature, "gradient_multiplier": 1.0})
+    if law is None or (law.thermal is not None and law.move is None):
+        return None
+    damping, force, variance, time = (
+        torch.as_tensor(value, dtype=torch.float64).expand_as(lr)
+        for value in (law.damping, law.force, law.variance, law.time_step)
+    )
+    variance = torch.where(temperature > 0, variance, 0.0)
+    move = "alone" if law.thermal is None or law.move is None else law.move
+    return LinearRule(move, damping, force, variance, time, _rescaling(sampler, lr, temperature))
+
+
+def _rescaling(sampler: Sampler, lr: Tensor, temperature: Tensor) -> Tensor:
+    """Return the factor of the momentum before each block."""
+    scale = torch.ones_like(lr)
+    if sampler.cold_momentum_is_over_lr and len(lr) > 1:
+        still = (temperature[1:] == 0) & (temperature[:-1] == 0) & (lr[:-1] > 0)
+        scale[1:] = torch.where(still, lr[1:] / lr[:-1].clamp_min(1e-300), 1.0)
+    return scale

@@ -7,16 +7,11 @@ temperatures. A block of equal steps is a power of one matrix.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.law import bridge_variance, half_move
-
-Move = Literal["alone", "after", "before", "baoab", "ubu"]
-"""How the position moves: without a momentum, by the new one, by the old one, by halves of both (BAOAB), or by the
-exact law of a free particle between both (UBU)."""
+from lightning_sgmcmc.samplers.law import Move, bridge_variance, half_move
 
 SIZE = 6
 SQUARE, CROSS, MOMENTUM, ANCHOR, ANCHOR_MOMENTUM, ONE = range(SIZE)

@@ -19,7 +19,7 @@ from lightning_sgmcmc.diagnostics.draws import (
     weight_efficiency,
 )
 from lightning_sgmcmc.diagnostics.health import HealthReport, Interval, TemperatureKind, Temperatures
-from lightning_sgmcmc.planning.kind import with_article
+from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html import Cell, Table, is_finite, number
 from lightning_sgmcmc.report.run_record import ResultRow, RunError, RunRecord

@@ -3,7 +3,7 @@
 import io
 import pickle
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -216,28 +218,14 @@ def _first_line(error: Exception) -> str:
 
 # -- what else of a checkpoint is read without another check ----------------------------------------------------------
 
-ENTRIES: dict[str, dict[str, Any]] = {
-    "ExactResume": {
-        "batches": int,
-        "fits": int,
-        "place": dict,
-        "loaders": list,
-        "settings": dict,
-        "run_seed": int | None,
-        "has_length": bool,
-    },
-    "Safeguards": {"samples": int, "skipped_steps": int, "gradient_evaluations": int, "weights": dict | None},
-    "SamplingSchedule": {"warm_steps": int},
-    "CyclicalSchedule": {"warm_steps": int},
-    "ModelCheckpoint": {
-        "best_model_path": str,
-        "kth_best_model_path": str,
-        "last_model_path": str,
-        "best_k_models": dict,
-        "dirpath": str | None,
-    },
+OF_LIGHTNING: dict[str, Any] = {
+    "best_model_path": str,
+    "kth_best_model_path": str,
+    "last_model_path": str,
+    "best_k_models": dict,
+    "dirpath": str | None,
 }
-"""Entries of callbacks in a checkpoint that are read without another check."""
+"""Entries of a `ModelCheckpoint` in a checkpoint, which Lightning reads without a check."""
 PLACE = "callbacks.ExactResume.place"
 """The entry of a checkpoint with the run's own counts."""
 
@@ -264,16 +252,22 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
         raise ValueError(_damaged(place, saved))
 
 
-def check_entries(callback: str, saved: Any) -> None:
-    """Raise ValueError unless the state of a callback in a checkpoint has entries of their types.
+def check_entries(callback: pl.Callback, states: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a callback's state in a checkpoint has the entries that it declares, of their types.
 
     Args:
-        callback: the key of its state, which begins with its class name.
-        saved: the state.
+        callback: the callback.
+        states: those of all callbacks in the checkpoint, by their keys.
     """
-    name = callback.partition("{")[0]
-    known = next((form for start, form in ENTRIES.items() if name.startswith(start)), {})
-    if known and not isinstance(saved, dict):
+    known: Mapping[str, Any] = {}
+    if isinstance(callback, RunCallback):
+        known = callback.entries
+    elif isinstance(callback, ModelCheckpoint):
+        known = OF_LIGHTNING
+    if not known or callback.state_key not in states:
+        return
+    name, saved = type(callback).__name__, states[callback.state_key]
+    if not isinstance(saved, dict):
         raise ValueError(_damaged(f"callbacks.{name}", saved))
     for entry, kind in known.items():
         value = saved.get(entry)

@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import training_rows
-from lightning_sgmcmc.chains.chains import chains_of, is_per_chain
+from lightning_sgmcmc.chains.chains import ChainModel, chains_of, is_per_chain
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
 from lightning_sgmcmc.checks import is_of_other_namespace
@@ -21,7 +21,7 @@ from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches, said_by
+from lightning_sgmcmc.run.trainer import callbacks_of, declared, fit_steps, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
@@ -168,8 +168,8 @@ def check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
         )
 
 
-def warn_of_other_loss(trainer: pl.Trainer, module: Any, loss: torch.Tensor) -> None:
-    """Warn once if a `training_step` of the user's returns another loss than the batch's energy.
+def warn_of_other_loss(trainer: pl.Trainer, module: ChainModel, loss: torch.Tensor) -> bool:
+    """Warn if a `training_step` of the user's returns another loss than the batch's energy, and return whether it does.
 
     Args:
         trainer: the run's.
@@ -178,17 +178,18 @@ def warn_of_other_loss(trainer: pl.Trainer, module: Any, loss: torch.Tensor) -> 
     """
     accumulated, has_scaler = trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
     if has_scaler is not None or loss.numel() != 1 or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
-        return
+        return False
     returned = float(loss.detach()) * accumulated
     energy = float(chains_of(module).observed.mean_potential.sum())
-    if math.isfinite(returned + energy) and abs(returned - energy) > 1e-3 * max(abs(energy), 1.0):
-        module._looks_at_loss = 0
-        name = type(module).__name__
-        rank_zero_warn(
-            f"{name}.training_step returns {returned:.4g}, and its batch's energy is {energy:.4g}: what it adds moves "
-            "the chain, but is in no energy, plan or weight. Put it into log_likelihood(batch) or log_prior() of "
-            f"{name}, or return super().training_step as it is."
-        )
+    if not math.isfinite(returned + energy) or abs(returned - energy) <= 1e-3 * max(abs(energy), 1.0):
+        return False
+    name = type(module).__name__
+    rank_zero_warn(
+        f"{name}.training_step returns {returned:.4g}, and its batch's energy is {energy:.4g}: what it adds moves "
+        "the chain, but is in no energy, plan or weight. Put it into log_likelihood(batch) or log_prior() of "
+        f"{name}, or return super().training_step as it is."
+    )
+    return True
 
 
 def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
@@ -215,7 +216,7 @@ def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
     """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
     if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe(trainer):
         return
-    if not any(said_by(callback, "setting") == "metropolis_test" for callback in callbacks_of(trainer)):
+    if not any(callback.tests_trajectories for callback in declared(trainer)):
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
             "add MetropolisTest() to the trainer's callbacks."
@@ -226,7 +227,7 @@ FAR = 4.0
 """Standard deviations of the prior beyond which a likelihood's parameter starts far out."""
 
 
-def check_own_prior(module: Any) -> None:
+def check_own_prior(module: ChainModel) -> None:
     """Warn if a parameter of the likelihood, such as a learned log σ, starts far from where the prior holds it."""
     prior = module.prior
     if type(prior) is not GaussianPrior or module.likelihood is None:
@@ -318,7 +319,7 @@ class PatientStopping:
         """
         self.samples = samples
         for callback in callbacks_of(trainer):
-            if isinstance(callback, EarlyStopping) and str(said_by(callback, "monitor")).startswith(self._monitors):
+            if isinstance(callback, EarlyStopping) and str(callback.monitor).startswith(self._monitors):
                 vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
                 self._patched.append(callback)
 

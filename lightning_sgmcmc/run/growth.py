@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.rows import resolve_num_data, training_rows
-from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 
 
-def follow_data(trainer: pl.Trainer, module: Any) -> None:
+def follow_data(trainer: pl.Trainer, module: ChainModel) -> None:
     """Read N again: energies, the prior's share and the noise follow it from the next step on.
 
     Args:
@@ -23,7 +23,7 @@ def follow_data(trainer: pl.Trainer, module: Any) -> None:
     Raises:
         ValueError: if the module was given another N.
     """
-    chains = chains_of(module)
+    chains = module.chains
     num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
     module.num_data = chains.observed.num_data = sampler_of(module).num_data = num_data
     if chains.energies is not None:

@@ -13,7 +13,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.rows import training_rows
-from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.callback import ChainSizes, PlannedSchedule, RunCost, SampledChains
+from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of
@@ -21,15 +23,14 @@ from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian
 from lightning_sgmcmc.model import overrides
 from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
-from lightning_sgmcmc.planning.words import duration_sentence
+from lightning_sgmcmc.planning.plan import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.run.growth import stream_of
 from lightning_sgmcmc.run.loggers import log_plan
-from lightning_sgmcmc.run.trainer import baseline_of, callbacks_of, fit_steps, is_trial, said_by
-from lightning_sgmcmc.samplers import SGNHT, Sampler
-from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
+from lightning_sgmcmc.run.trainer import baseline_of, declared, fit_steps, is_trial
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import unchanged_generators
 from lightning_sgmcmc.tensors import exact, widest
 
@@ -41,7 +42,7 @@ MOST_CLASSES = 16
 """Directions of similar curvature are planned together."""
 
 
-def exact_directions(trainer: pl.Trainer, module: Any, sampler: Sampler) -> dict[str, TensorFacts] | None:
+def exact_directions(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> dict[str, TensorFacts] | None:
     """Return the directions of the posterior of a linear regression, as tensors with a prior of its curvature.
 
     With outputs W·x, noise σ and a prior of standard deviation s, each output's weights have the precision
@@ -62,21 +63,24 @@ def exact_directions(trainer: pl.Trainer, module: Any, sampler: Sampler) -> dict
     x, y = _data(trainer, module)
     if x is None or y is None or x.shape[1] != layer.in_features or y.shape[1] != layer.out_features:
         return None
-    names = {name.rsplit(".", 1)[-1]: name for name in chains_of(module).trainable}
+    prior, likelihood = module.prior, module.likelihood
+    assert isinstance(prior, GaussianPrior)
+    assert isinstance(likelihood, Gaussian)
+    names = {name.rsplit(".", 1)[-1]: name for name in module.chains.trainable}
     ones = layer.bias is not None
     inputs = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) if ones else x
-    prior = [1 / module.prior.scale_of(names["weight"], tuple(layer.weight.shape[-2:])) ** 2] * layer.in_features
+    scales = [1 / prior.scale_of(names["weight"], tuple(layer.weight.shape[-2:])) ** 2] * layer.in_features
     if ones:
-        prior.append(1 / module.prior.scale_of(names["bias"], tuple(layer.bias.shape[-1:])) ** 2)
-    scale = module.num_data / len(x) / module.likelihood.std**2
-    precision = scale * inputs.T @ inputs + torch.tensor(prior, dtype=torch.float64).diag()
+        scales.append(1 / prior.scale_of(names["bias"], tuple(layer.bias.shape[-1:])) ** 2)
+    scale = module.chains.observed.num_data / len(x) / likelihood.std**2
+    precision = scale * inputs.T @ inputs + torch.tensor(scales, dtype=torch.float64).diag()
     mean = torch.linalg.solve(precision, scale * inputs.T @ y)  # (inputs, outputs)
     curvature, vectors = torch.linalg.eigh(precision)
     start = (_starts(module, names) - mean.T) @ vectors  # (chains, outputs, inputs)
     return _class_facts(curvature, start.square().mean((0, 1)), layer.out_features)
 
 
-def _linear(module: Any) -> nn.Linear | None:
+def _linear(module: ChainModel) -> nn.Linear | None:
     """Return the layer of a network that is one linear layer, all of whose weights are sampled."""
     own = ("log_likelihood", "output_and_target", "inputs_and_target", "forward")
     if any(overrides(module, name) for name in own):
@@ -89,14 +93,14 @@ def _linear(module: Any) -> nn.Linear | None:
     layers = list(net) if type(net) is nn.Sequential else [net]
     if not layers or type(layers[-1]) is not nn.Linear or any(type(layer) is not nn.Flatten for layer in layers[:-1]):
         return None
-    layer, chains = layers[-1], chains_of(module)
+    layer, chains = layers[-1], module.chains
     sampled = {name.rsplit(".", 1)[-1] for name in chains.trainable}  # of one layer, so without duplicates
     wanted = {"weight"} | ({"bias"} if layer.bias is not None else set())
     is_small = layer.in_features <= MOST_INPUTS
     return layer if is_small and sampled == wanted and not chains.sharing.names else None
 
 
-def _data(trainer: pl.Trainer, module: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _data(trainer: pl.Trainer, module: ChainModel) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Return inputs and targets of the training data, double precision, without an effect on any generator."""
     rows = training_rows(trainer)
     count = len(indices_of(rows, "the plan"))
@@ -109,9 +113,9 @@ def _data(trainer: pl.Trainer, module: Any) -> tuple[Tensor, Tensor] | tuple[Non
     return (x, y) if len(x) == len(y) and not bool(y.isnan().any()) else (None, None)
 
 
-def _starts(module: Any, names: dict[str, str]) -> Tensor:
+def _starts(module: ChainModel, names: dict[str, str]) -> Tensor:
     """Return the chains' weights, with the bias as a last column, shape (C, outputs, inputs)."""
-    chains = chains_of(module)
+    chains = module.chains
     tensors = [chains.trainable[names[name]].detach().cpu().double() for name in ("weight", "bias") if name in names]
     if chains.stacked is None:
         tensors = [tensor[None] for tensor in tensors]
@@ -140,7 +144,7 @@ TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
 
 
-def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
+def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
     """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
 
     A plan never stops a run: what cannot be planned is None and noted.
@@ -149,23 +153,22 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         trainer: the run's, after its schedule was made.
         module: its `BayesianModule`.
     """
-    schedule = _part(trainer, "schedule")
+    schedule = next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
     if schedule is None or is_trial(trainer):
         return None
-    chains, sampler = chains_of(module), sampler_of(module)
-    blocks = _blocks(trainer, module, schedule)
+    chains, sampler = module.chains, sampler_of(module)
+    total = chains.layout.total_chains
+    own_chains = (c.sampled_chains(total) for c in declared(trainer))
+    sampled = next((found for found in own_chains if found is not None), SampledChains(total, 1.0, 1.0))
+    blocks = _blocks(trainer, module, schedule, sampled)
     tensors, approximate = _tensors(module, sampler)
-    ladder = _part(trainer, "replica_exchange")
-    total = sampled = chains.layout.total_chains
-    if ladder is not None:
-        sampled = total * ladder.sampled_slots // len(ladder.temperatures)
     shared = keys_of(module, chains.sharing.names)
     shared |= {name for expansion in expansions_of(module) for name in expansion.factors[1:]}  # which samples lack
     own = [tensor for key, tensor in module.state_dict().items() if key not in shared]
     facts = PlanInputs(
         chains=total,
-        sampled_chains=sampled,
-        num_data=module.num_data,
+        sampled_chains=sampled.number,
+        num_data=chains.observed.num_data,
         temperature=_temperature(module, blocks),
         draws=None if blocks is None else chains.tags.draws * sum(map(schedule.draws, range(1, blocks.steps + 1))),
         classes=_classes(trainer, module),
@@ -177,11 +180,6 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         directions=exact_directions(trainer, module, sampler),
     )
     return make_plan(sampler, blocks, tensors, facts)
-
-
-def _part(trainer: pl.Trainer, setting: str) -> Any:
-    """Return the callback of a setting, None without it."""
-    return next((c for c in callbacks_of(trainer) if said_by(c, "setting") == setting), None)
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
@@ -196,20 +194,23 @@ class _Shadow:
         ]
 
 
-def _blocks(trainer: pl.Trainer, module: Any, schedule: Any) -> Blocks | None:
+def _blocks(
+    trainer: pl.Trainer, module: ChainModel, schedule: PlannedSchedule, sampled: SampledChains
+) -> Blocks | None:
     """Return the controls of the run's steps over all chains, None for a run without a known length."""
-    chains, shadow = chains_of(module), _Shadow(sampler_of(module))
-    progress, ladder = chains.progress, _part(trainer, "replica_exchange")
+    chains, shadow = module.chains, _Shadow(sampler_of(module))
+    progress = chains.progress
     steps = fit_steps(trainer) - progress.warm_steps  # a warm start is no sampler
     if steps < 1 or not math.isfinite(steps):
         return None
-    factors = (1.0, 1.0) if ladder is None else (ladder.lrs[0], ladder.temperatures[0])
 
     def controls(step: int) -> ChainControls:
         schedule.apply(step, module, shadow)
         lrs = torch.stack([_of_chains(group["lr"], chains.num_chains) for group in shadow.param_groups])
         temperatures = _of_chains(shadow.param_groups[0]["temperature"], chains.num_chains)
-        return ChainControls(factors[0] * lrs, factors[1] * temperatures, chains.progress.stage is Stage.SAMPLING)
+        return ChainControls(
+            sampled.lr * lrs, sampled.temperature * temperatures, chains.progress.stage is Stage.SAMPLING
+        )
 
     chains.progress = copy.copy(progress)
     try:
@@ -231,7 +232,7 @@ def _of_chains(value: Any, chains: int) -> Tensor:
     return exact(value).cpu().reshape(-1).expand(chains)
 
 
-def _temperature(module: Any, blocks: Blocks | None) -> float:
+def _temperature(module: ChainModel, blocks: Blocks | None) -> float:
     """Return the target's temperature: the mean over chains of the last sampling step."""
     if blocks is not None:
         sampling = [row for row, stage in zip(blocks.temperatures, blocks.is_sampling, strict=True) if stage]
@@ -243,18 +244,19 @@ def _temperature(module: Any, blocks: Blocks | None) -> float:
 # -- tensors and their priors -----------------------------------------------------------------------------------------
 
 
-def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], bool]:
+def _tensors(module: ChainModel, sampler: Sampler) -> tuple[dict[str, TensorFacts], bool]:
     """Return the facts of the sampled tensors, and whether a prior's scale is approximate."""
-    chains = chains_of(module)
+    chains = module.chains
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
     found, approximate, held = {}, False, held_rows(module)
     prior = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
-    has_center = isinstance(prior, GaussianPrior) and prior.center is not None
     for name, parameter in chains.trainable.items():
         shape = parameter.shape[1:] if chains.num_chains > 1 else parameter.shape
         std, is_exact = prior_std(module.prior, name, tuple(shape))
         approximate |= std is not None and not is_exact
-        is_near = has_center and is_centered(name, prior.centered)  # a start is near its centre
+        is_near = (
+            isinstance(prior, GaussianPrior) and prior.center is not None and is_centered(name, prior.centered)
+        )  # a start is near its centre
         start = 0.0 if is_near else float(widest(parameter.detach()).square().mean())
         numel = parameter.numel() // chains.num_chains
         if name in held:
@@ -284,30 +286,22 @@ def prior_std(prior: Prior, name: str, shape: Sequence[int]) -> tuple[float | No
     return scale, isinstance(prior, GaussianPrior)
 
 
-def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool) -> list[str]:
+def _notes(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, approximate: bool) -> list[str]:
     notes = []
     if approximate:
         notes.append(f"{type(module.prior).__name__} is planned as a Gaussian of its scale, which is approximate.")
-    if isinstance(sampler, SGNHT):
-        notes.append("SGNHT is planned with its initial friction, which mini-batch noise raises.")
     if any(map(is_expanded, module.modules())):
         notes.append("The plan is for the factors of expanded weights, as if the prior alone decided them.")
-    if isinstance(sampler, PreconditionedSampler):
-        notes.append(_on_preconditioner(sampler))
-    if trainer.lr_scheduler_configs and not _sets_lr(trainer):
+    notes += filter(None, [sampler.plan_note()])
+    if trainer.lr_scheduler_configs and not any(callback.sets_lr for callback in declared(trainer)):
         notes.append("A scheduler of torch sets lr; the plan has its first value.")
-    if any(type(c).__name__ == "ContourGradient" for c in callbacks_of(trainer)):
-        notes.append("A contour scales the gradient; the plan is for the unflattened target.")
-    if _part(trainer, "replica_exchange") is not None:
-        notes.append("The plan is for the coldest slot of the ladder, without swaps.")
-    if _part(trainer, "metropolis_test") is not None:
-        notes.append("The plan is as if MetropolisTest accepted all trajectories; its energies are no gradients.")
+    notes += filter(None, [callback.plan_note() for callback in declared(trainer)])
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
     return notes + _on_data(trainer, module)
 
 
-def _on_data(trainer: pl.Trainer, module: Any) -> list[str]:
+def _on_data(trainer: pl.Trainer, module: ChainModel) -> list[str]:
     """Return notes on N and the order of the data."""
     rows, notes = training_rows(trainer), []
     if rows.count is not None and rows.count != module.num_data:
@@ -317,7 +311,7 @@ def _on_data(trainer: pl.Trainer, module: Any) -> list[str]:
         )
     if rows.in_order and float(trainer.num_training_batches) > 1:
         notes.append("The data come in the same order in every epoch (no shuffle=True); each weighs the same.")
-        twice = (rows.share or 0) * chains_of(module).layout.ranks_per_chain - (rows.count or 0)
+        twice = (rows.share or 0) * module.chains.layout.ranks_per_chain - (rows.count or 0)
         if twice > 0:
             notes.append(
                 f"The ranks do not divide the data: {twice} are taken twice in every epoch (pass shuffle=True)."
@@ -328,23 +322,10 @@ def _on_data(trainer: pl.Trainer, module: Any) -> list[str]:
     return notes
 
 
-def _on_preconditioner(sampler: PreconditionedSampler) -> str:
-    name = type(sampler).__name__
-    if sampler.always_adapts:
-        return f"{name}'s preconditioner adapts in all steps (adapt='burn-in' freezes it), so the law is not exact."
-    adapt = sampler.param_groups[0]["adapt"]
-    until = "before" if isinstance(adapt, str) else f"in its first {adapt:,} steps, at most before"
-    return f"{name}'s preconditioner is estimated {until} the sampling stages, in which it is frozen."
-
-
-def _sets_lr(trainer: pl.Trainer) -> bool:
-    return any(said_by(c, "sets_lr", False) for c in callbacks_of(trainer))
-
-
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
-def _classes(trainer: pl.Trainer, module: Any) -> int | None:
+def _classes(trainer: pl.Trainer, module: ChainModel) -> int | None:
     """Return the number of classes: of the datamodule, else the outputs of the last linear layer."""
     if isinstance(module.likelihood, Bernoulli):
         return 2
@@ -357,13 +338,13 @@ def _classes(trainer: pl.Trainer, module: Any) -> int | None:
     return layers[-1].out_features if layers and layers[-1].out_features > 1 else None
 
 
-def _evaluations(trainer: pl.Trainer, module: Any) -> int | None:
+def _evaluations(trainer: pl.Trainer, module: ChainModel) -> int | None:
     """Return the per-datum gradients of each chain, those of control variates included."""
     steps = int(trainer.estimated_stepping_batches)
     rows = training_rows(trainer)
     size, length = rows.batch_size, rows.count
     batches = float(trainer.num_training_batches)
-    ranks = chains_of(module).layout.ranks_per_chain
+    ranks = module.chains.layout.ranks_per_chain
     if not isinstance(size, int):
         return None
     data = steps * size * trainer.accumulate_grad_batches * ranks
@@ -372,13 +353,11 @@ def _evaluations(trainer: pl.Trainer, module: Any) -> int | None:
         epochs = steps / max(math.ceil(batches / trainer.accumulate_grad_batches), 1)
         if length is not None:
             data = round(epochs * min(length, batches * size * ranks))  # the last batch may be smaller
-    for callback in callbacks_of(trainer):
-        every = said_by(callback, "every_n_epochs")
-        if said_by(callback, "setting") in ("control_variates", "covariance_friction") and every:
-            share = max(epochs - said_by(callback, "start_epoch", 0), 0.0)
-            if math.isnan(share):
-                return None
-            data += round(data * share / epochs + math.ceil(share / every) * module.num_data)
+    for callback in declared(trainer):
+        more = callback.gradients(RunCost(data, epochs, module.chains.observed.num_data))
+        if more is None:
+            return None
+        data += more
     return data
 
 
@@ -386,24 +365,25 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
-    """Return the bytes of parameters, buffers, gradients, sampler state, noise and the copies of callbacks."""
-    own = _bytes(p for group in sampler.param_groups for p in group["params"])
-    copies = 2  # noise, and the next step's
-    copies += 1  # gradients
-    copies += sampler.momentum_buffer is not None
-    copies += len(sampler.averages) if isinstance(sampler, PreconditionedSampler) else 0
-    for callback in callbacks_of(trainer):
-        copies += 3 if type(callback).__name__ == "ChainHealth" else 0
-        copies += said_by(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0
-        copies += {"control_variates": 3, "metropolis_test": 2}.get(said_by(callback, "setting") or "", 0)
-    return _bytes([*module.parameters(), *module.buffers()]) + copies * own
+def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> int:
+    """Return the bytes of parameters, buffers, gradients, sampler state, noise and what callbacks keep."""
+    chains, parameters = module.chains, [p for group in sampler.param_groups for p in group["params"]]
+    own = _bytes(parameters)
+    sizes = ChainSizes(
+        chains=chains.num_chains,
+        numel=sum(p.numel() for p in parameters) // chains.num_chains,
+        parameters=own,
+        tensors=_bytes(t for name, t in state_of(module).items() if name not in chains.sharing.names),
+    )
+    copies = 1 + 2 * sampler.draws + sampler.copies  # gradients, the noise and the next step's, what the rule keeps
+    kept = sum(callback.memory(sizes) for callback in declared(trainer))
+    return _bytes([*module.parameters(), *module.buffers()]) + copies * own + kept
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def _plan_or_warning(trainer: pl.Trainer, module: Any) -> RunPlan | None:
+def _plan_or_warning(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
     """Return the plan; an error while planning warns, since a run that works must not stop for it."""
     try:
         return plan_of(trainer, module)
@@ -419,7 +399,7 @@ class Planner:
         self._begun: tuple[int, float] | None = None
         self.is_timing = False
 
-    def begin(self, trainer: pl.Trainer, module: Any) -> None:
+    def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Set `module.plan`, and print it on rank 0."""
         self._begun = None
         plan = module.plan = _plan_or_warning(trainer, module)
@@ -431,13 +411,14 @@ class Planner:
         for sentence in plan.warnings:
             rank_zero_warn(f"RunPlan: {sentence}.")
 
-    def after_step(self, module: Any, step: int) -> None:
+    def after_step(self, module: ChainModel, step: int) -> None:
         """Time the first steps; called after each of them while `is_timing`."""
         if self._begun is None:
             if step >= TIMED[0]:
                 self._begun = step, time.monotonic()
         elif step - self._begun[0] >= TIMED[1] - TIMED[0]:
             self.is_timing = False
-            each = (time.monotonic() - self._begun[1]) / (step - self._begun[0])
-            module.plan = replace(module.plan, seconds=each * module.plan.steps, seconds_per_step=each)
-            rank_zero_info(duration_sentence(each * module.plan.steps, each))
+            each, plan = (time.monotonic() - self._begun[1]) / (step - self._begun[0]), module.plan
+            if plan is not None and plan.steps is not None:
+                module.plan = replace(plan, seconds=each * plan.steps, seconds_per_step=each)
+                rank_zero_info(duration_sentence(each * plan.steps, each))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -11,7 +11,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
-from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
+from lightning_sgmcmc.chains.callback import RunCallback
+from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import FitSeeds
 from lightning_sgmcmc.run.checkpoints import PLACE, ProcessGenerators, check_entries, check_loops
 from lightning_sgmcmc.run.loggers import log_settings
@@ -33,7 +34,7 @@ ACCUMULATED = "accumulated_gradients"
 MEAN_POTENTIAL = "mean_potential of the micro-batches"
 
 
-class ExactResume(pl.Callback):
+class ExactResume(RunCallback):
     """Makes every batch of a run a function of the checkpoint and the seed; every `BayesianModule` adds it to its run.
 
     * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch),
@@ -52,6 +53,15 @@ class ExactResume(pl.Callback):
     Raises:
         ValueError: at the start of a fit from a checkpoint, if settings differ, with a list of both values.
     """
+
+    entries: ClassVar[Mapping[str, Any]] = {
+        "batches": int,
+        "fits": int,
+        "place": dict,
+        "loaders": list,
+        "settings": dict,
+        "run_seed": int | None,
+    }
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         if isinstance(allow, str):
@@ -111,12 +121,12 @@ class ExactResume(pl.Callback):
         if self._settings:
             return
         sampler = sampler_of(pl_module)
-        own = check_ranks(trainer, settings_of(trainer, pl_module, sampler))
+        own = check_ranks(trainer, settings_of(trainer, chain_model(pl_module), sampler))
         if getattr(getattr(trainer, "datamodule", None), "restores_data", False):
             own = {name: value for name, value in own.items() if name not in ("num_data", "data")}
         saved = self._saved_settings
         if saved is not None:
-            check_settings(saved, own, is_seeded(pl_module), self.allow)
+            check_settings(saved, own, is_seeded(chain_model(pl_module)), self.allow)
             changed = [name for name in differences(saved, own, False) if is_allowed(name, self.allow)]
             options = [name.removeprefix("sampler.") for name in changed if name.startswith(("lr", "sampler."))]
             self._new_options = [{name: group[name] for name in options} for group in sampler.param_groups]
@@ -324,12 +334,19 @@ class ExactResume(pl.Callback):
             repair_loop_counts(checkpoint["loops"]["fit_loop"], own["batches"], self._place, accumulating=bool(saved))
 
 
-def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any]) -> None:
-    """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none."""
-    for name, saved in checkpoint.get("callbacks", {}).items():
-        check_entries(name, saved)
-        if name == ExactResume.__qualname__:
-            seeds.resume(None, max(seeds.fits, saved["fits"] + 1))
+def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], callbacks: Sequence[pl.Callback]) -> None:
+    """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none.
+
+    Args:
+        seeds: the module's.
+        checkpoint: its content.
+        callbacks: those whose states in it are about to be loaded.
+    """
+    states, own = checkpoint.get("callbacks", {}), ExactResume()
+    for callback in (own, *callbacks):
+        check_entries(callback, states)
+    if own.state_key in states:
+        seeds.resume(None, max(seeds.fits, states[own.state_key]["fits"] + 1))
 
 
 def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None:

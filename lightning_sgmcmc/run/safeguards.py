@@ -1,6 +1,7 @@
 """Safeguards: the callback that guards every sampling run."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import pytorch_lightning as pl
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
+from lightning_sgmcmc.chains.callback import RunCallback
+from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
@@ -300,7 +302,7 @@ def samples_drawn(trainer: pl.Trainer) -> int:
     return sum(callback.samples for callback in callbacks_of(trainer) if isinstance(callback, Safeguards))
 
 
-class Safeguards(pl.Callback):
+class Safeguards(RunCallback):
     """Checks the run at its start, guards the energy, passes samples on, and saves an interrupted run.
 
     `BayesianModule` adds it after the user's callbacks, so that all have seen a step before its samples are drawn, and
@@ -311,6 +313,13 @@ class Safeguards(pl.Callback):
         nonfinite_energy: "stop" or "skip", see `BayesianModule`.
         max_skipped_in_a_row: this many skipped steps in a row stop the run.
     """
+
+    entries: ClassVar[Mapping[str, Any]] = {
+        "samples": int,
+        "skipped_steps": int,
+        "gradient_evaluations": int,
+        "weights": dict | None,
+    }
 
     samples = 0
     """Samples that this run has drawn, over all its chains; a resumed run continues the count."""
@@ -360,7 +369,7 @@ class Safeguards(pl.Callback):
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
         check_data(trainer)
-        check_own_prior(pl_module)
+        check_own_prior(chain_model(pl_module))
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
         check_step_size(sampler)
@@ -383,7 +392,7 @@ class Safeguards(pl.Callback):
                 f"The trainer goes on after {chains.progress.steps_before} steps: its chains continue, with a new "
                 "sampler, and a schedule covers this fit's steps alone."
             )
-        self._planner.begin(trainer, pl_module)
+        self._planner.begin(trainer, chain_model(pl_module))
         self._shares.begin(trainer, chains.layout.ranks_per_chain)
         self._resumes = bool(trainer.ckpt_path)
         leave_out(trainer)
@@ -391,7 +400,7 @@ class Safeguards(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
         self._resumes = False
-        follow_data(trainer, pl_module)
+        follow_data(trainer, chain_model(pl_module))
         begin_stream(trainer)
 
     def on_train_batch_start(
@@ -405,7 +414,7 @@ class Safeguards(pl.Callback):
         self._shares.look(batch)
         if self._resumes:  # Lightning calls no hook at the start of the epoch in which a run resumes
             self._resumes = False
-            follow_data(trainer, pl_module)
+            follow_data(trainer, chain_model(pl_module))
         if self._guard is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._guard.begin(batch)
 
@@ -425,7 +434,7 @@ class Safeguards(pl.Callback):
         pulse.count += 1
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
         if self._planner.is_timing and self._sampler is not None:
-            self._planner.after_step(pl_module, self._sampler.step_count)
+            self._planner.after_step(chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

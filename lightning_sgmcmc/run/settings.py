@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.callback import arguments_of
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.starts import text_of_start
-from lightning_sgmcmc.run.trainer import callbacks_of, said_by
+from lightning_sgmcmc.run.trainer import declared
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.sampler import CONTROLS
@@ -97,7 +98,7 @@ def _number(leaf: Any) -> list[float]:
 Settings = dict[str, Any]
 
 
-def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
+def settings_of(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> Settings:
     """Return a run's settings by name, as plain data.
 
     Args:
@@ -111,20 +112,17 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         "temperature": _plain(module.temperature),
         "num_data": module.num_data,
         "lr": _lr(module.lr, sampler),
-        "seed": chains_of(module).seeds.stated,
+        "seed": module.chains.seeds.stated,
         "sampler": name_of(type(sampler)),
-        "chain_start": text_of_start(chains_of(module).start),
+        "chain_start": text_of_start(module.chains.start),
         "sampled": _sampled(module),
     }
     for name in inspect.signature(type(sampler)).parameters:
         values = [group[name] for group in sampler.param_groups if name in group]
         if values and name not in ("params", *CONTROLS) and not any(isinstance(v, Tensor) for v in values):
             settings[f"sampler.{name}"] = _collapsed([_plain(value) for value in values])
-    for callback in callbacks_of(trainer):
-        part = said_by(callback, "setting")
-        if part is not None:
-            settings[part] = type(callback).__name__
-            settings |= {f"{part}.{name}": _plain(value) for name, value in _arguments_of(callback)}
+    for callback in declared(trainer):
+        settings |= {name: _plain(value) for name, value in callback.settings().items()}
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
     if isinstance(trainer.train_dataloader, ResumableLoader):
@@ -133,9 +131,9 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
     return settings
 
 
-def _sampled(module: Any) -> str:
+def _sampled(module: ChainModel) -> str:
     """Return which parameters are sampled, as text."""
-    chains = chains_of(module)
+    chains = module.chains
     if not chains.sharing.names:
         return "all"
     return f"{len(chains.trainable)} tensors, crc32 {zlib.crc32(' '.join(chains.trainable).encode()):08x}"
@@ -230,9 +228,9 @@ def _check_devices(devices: Sequence[str], ranks_per_chain: int) -> None:
             )
 
 
-def is_seeded(module: Any) -> bool:
+def is_seeded(module: ChainModel) -> bool:
     """Return whether a run was given a seed, by the module's argument or by `seed_everything`."""
-    return chains_of(module).seeds.given is not None or "PL_GLOBAL_SEED" in os.environ
+    return module.chains.seeds.given is not None or "PL_GLOBAL_SEED" in os.environ
 
 
 def text_of(value: Any) -> str:
@@ -285,15 +283,10 @@ def check_saved(settings: Mapping[str, Any]) -> None:
         raise ValueError("the checkpoint is damaged: its settings are no plain data; resume from another")
 
 
-def _arguments_of(callback: Any) -> list[tuple[str, Any]]:
-    names = inspect.signature(type(callback)).parameters
-    return [(name, getattr(callback, name)) for name in names if hasattr(callback, name)]
-
-
-def changed_arguments(callback: Any) -> list[tuple[str, str]]:
+def changed_arguments(callback: pl.Callback) -> list[tuple[str, str]]:
     """Return a callback's constructor arguments whose values are not the defaults, as text."""
     defaults = {name: text_of(p.default) for name, p in inspect.signature(type(callback)).parameters.items()}
-    held = [(name, text_of(value)) for name, value in _arguments_of(callback)]
+    held = [(name, text_of(value)) for name, value in arguments_of(callback).items()]
     return [(name, text) for name, text in held if text != defaults[name]]
 
 

@@ -1,9 +1,7 @@
 """Typed access to what Lightning leaves untyped: the trainer, example inputs, the order of callbacks."""
 
-import inspect
 import math
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -14,9 +12,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lightning_sgmcmc.chains.callback import Place, RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
-
-NOTHING = object()
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -24,9 +21,9 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return cast("list[pl.Callback]", cast(Any, trainer).callbacks)
 
 
-def said_by(callback: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of a callback or its class; a mock has every attribute when asked, and says nothing."""
-    return default if inspect.getattr_static(callback, name, NOTHING) is NOTHING else getattr(callback, name)
+def declared(trainer: pl.Trainer) -> list[RunCallback]:
+    """Return the trainer's callbacks that declare what they are, in their order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, RunCallback)]
 
 
 def log_interval(trainer: pl.Trainer) -> int:
@@ -41,7 +38,7 @@ def is_trial(trainer: pl.Trainer) -> bool:
 
 def is_probe(trainer: pl.Trainer) -> bool:
     """Return whether this is a short fit of a tuner."""
-    return any(said_by(callback, "is_probe", False) for callback in callbacks_of(trainer))
+    return any(callback.is_probe for callback in declared(trainer))
 
 
 def fit_steps(trainer: pl.Trainer) -> float:
@@ -123,20 +120,6 @@ def _equal(one: Any, other: Any) -> bool:
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
-class Place(IntEnum):
-    """Where a callback runs: after those of the places before it, whose results of a step or of a fit it uses."""
-
-    FIRST_STAGE = 0
-    SCHEDULE = 1
-    CHAIN = 2
-    """Changes the chain by the schedule's controls."""
-    STORE = 3
-    AVERAGE = 4
-    DIAGNOSIS = 5
-    PICTURES = 6
-    SUMMARY = 7
-
-
 def put_in_place(trainer: pl.Trainer) -> None:
     """Sort the trainer's callbacks that have a place, among the positions of its list that they take.
 
@@ -153,8 +136,7 @@ def put_in_place(trainer: pl.Trainer) -> None:
 def _place_of(callback: Any) -> Place | None:
     if isinstance(callback, LearningRateMonitor):
         return Place.DIAGNOSIS
-    place = getattr(type(callback), "place", None)  # not the object's: a mock has every attribute
-    return place if isinstance(place, Place) else None
+    return callback.place if isinstance(callback, RunCallback) else None
 
 
 # -- baseline ----------------------------------------------------------------------------------------------------------
@@ -166,7 +148,8 @@ def baseline_of(trainer: pl.Trainer) -> str | None:
     A callback that makes several networks of each of the schedule's names the run: dropout masks of a deep ensemble's
     members are an "MC dropout ensemble".
     """
-    named = [(said_by(c, "setting"), said_by(c, "kind")) for c in callbacks_of(trainer)]
-    inner = next((kind for setting, kind in named if setting == "schedule"), None)
-    outer = next((kind for setting, kind in named if setting != "schedule" and kind is not None), inner)
+    schedules = [callback for callback in declared(trainer) if callback.as_schedule() is not None]
+    others = [callback for callback in declared(trainer) if callback.as_schedule() is None]
+    inner = next((callback.kind for callback in schedules), None)
+    outer = next((callback.kind for callback in others if callback.kind is not None), inner)
     return None if inner is None else outer

@@ -2,11 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.tensors import Control, expm1
+
+Move = Literal["alone", "after", "before", "baoab", "ubu"]
+"""How the position moves: without a momentum, by the new one, by the old one, by halves of both (BAOAB), or by the
+exact law of a free particle between both (UBU)."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ class StepLaw:
             the heat from mini-batch noise over the heat that friction removes; infinite at τ = 0.
         gradient_noise_allowance: 1 - s²/(2·a·T), the mini-batch noise that the rule makes room for, over the heat that
             friction removes; infinite where friction adapts to any noise.
+        move: how θ follows a momentum m, by `time_step` times it; None if the law leaves it open, so that no plan of
+            the run can say how fast it relaxes. A rule without momentum needs none.
+        time_step: the factor of m in the move of θ.
     """
 
     damping: Control
@@ -37,6 +45,8 @@ class StepLaw:
     thermal: Control | None = None
     gradient_noise_factor: Control = math.inf
     gradient_noise_allowance: float = 0.0
+    move: Move | None = None
+    time_step: Control = 1.0
 
     @property
     def adapts(self) -> bool:

@@ -174,6 +174,8 @@ class MCLMC(Sampler):
             thermal=temperature,
             gradient_noise_factor=heat_of_gradient_noise(force, variance) if self.is_noisy(group) else math.inf,
             gradient_noise_allowance=math.inf,
+            move="baoab",
+            time_step=step,
         )
 
 

@@ -57,6 +57,14 @@ class UpdateRule(Optimizer):
     held: Mapping[int, int] = {}
     """The row of a parameter that is not sampled, by the parameter's place among all groups'."""
 
+    cold_momentum_is_over_lr: ClassVar[bool] = False
+    """Whether steps without noise keep the momentum over lr, so that a change of lr rescales it."""
+
+    @property
+    def copies(self) -> int:
+        """Tensors in the parameters' shapes that the rule keeps from step to step."""
+        return int(self.momentum_buffer is not None)
+
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""
 
@@ -98,6 +106,18 @@ class UpdateRule(Optimizer):
             group: as for `law`.
         """
         return self.law(group)
+
+    def planned_law(self, group: dict[str, Any]) -> StepLaw | None:
+        """Return the law by which a plan of the run follows the steps; None if it depends on the gradients.
+
+        Args:
+            group: as for `law`; controls may have any shape.
+        """
+        return self.plain_law(group)
+
+    def plan_note(self) -> str | None:
+        """Return a sentence on what `planned_law` leaves out, None for nothing."""
+        return None
 
     def law(self, group: dict[str, Any]) -> StepLaw | None:
         """Return the law of the group's next step; None for a rule whose steps are not of that form.

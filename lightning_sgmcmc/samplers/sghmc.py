@@ -45,6 +45,8 @@ class SGHMC(Sampler):
 
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
+    cold_momentum_is_over_lr: ClassVar[bool] = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -92,6 +94,7 @@ class SGHMC(Sampler):
             thermal=self._thermal_variance(group),
             gradient_noise_factor=self._noise_factor(group) / friction,
             gradient_noise_allowance=float(estimate / friction),
+            move="after",
         )
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor]:

@@ -118,6 +118,18 @@ class PreconditionedSampler(Sampler):
     def plain_law(self, group: dict[str, Any]) -> StepLaw | None:
         return None  # `law` is in the preconditioner's metric
 
+    @property
+    def copies(self) -> int:
+        return super().copies + len(self.averages) + 1  # the last is scratch, see `_kept`
+
+    def plan_note(self) -> str:
+        name = type(self).__name__
+        if self.always_adapts:
+            return f"{name}'s preconditioner adapts in all steps (adapt='burn-in' freezes it), so the law is not exact."
+        adapt = self.param_groups[0]["adapt"]
+        until = "before" if isinstance(adapt, str) else f"in its first {adapt:,} steps, at most before"
+        return f"{name}'s preconditioner is estimated {until} the sampling stages, in which it is frozen."
+
     def _group_of(self, params: Sequence[Tensor]) -> dict[str, Any]:
         """Return the parameter group that has the first of `params`."""
         return next(group for group in self.param_groups if any(p is params[0] for p in group["params"]))

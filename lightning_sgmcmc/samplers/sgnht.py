@@ -106,7 +106,16 @@ class SGNHT(Sampler):
             thermal=self._thermal_variance(group),
             gradient_noise_factor=self._noise_factor(group) / friction,
             gradient_noise_allowance=math.inf,
+            move="after",
         )
+
+    def planned_law(self, group: dict[str, Any]) -> StepLaw:
+        friction = group["friction"]
+        variance = self._noise_variance(group, friction)
+        return StepLaw(friction, group["lr"], variance, self._thermal_variance(group), move="after")
+
+    def plan_note(self) -> str:
+        return f"{type(self).__name__} is planned with its initial friction, which mini-batch noise raises."
 
     def _mean_square(self, params: Sequence[Tensor], velocities: list[Tensor]) -> Tensor:
         """Return the mean of v² over all coordinates of each chain, shape (C,)."""

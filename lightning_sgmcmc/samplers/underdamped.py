@@ -8,11 +8,20 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_choice, check_positive
-from lightning_sgmcmc.samplers.law import StepLaw, bridge_variance, half_move, heat_of_gradient_noise, momentum_variance
+from lightning_sgmcmc.samplers.law import (
+    Move,
+    StepLaw,
+    bridge_variance,
+    half_move,
+    heat_of_gradient_noise,
+    momentum_variance,
+)
 from lightning_sgmcmc.samplers.sampler import Sampler
 from lightning_sgmcmc.tensors import Control, exp, expm1, square_root
 
 Integrator: TypeAlias = Literal["euler", "baoab", "obabo", "ubu"]
+
+MOVES: dict[str, Move] = {"euler": "before", "baoab": "baoab", "obabo": "after", "ubu": "ubu"}
 
 
 class UnderdampedLangevin(Sampler):
@@ -202,4 +211,6 @@ class UnderdampedLangevin(Sampler):
             variance=variance,
             thermal=thermal,
             gradient_noise_factor=heat_of_gradient_noise(force, variance) if self.is_noisy(group) else math.inf,
+            move=MOVES[integrator],
+            time_step=step,
         )

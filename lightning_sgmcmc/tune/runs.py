@@ -382,7 +382,7 @@ def _changes_the_noise(callback: pl.Callback) -> bool:
     """
     if isinstance(callback, Schedule | FirstStage | ContourGradient) or not isinstance(callback, SamplerCallback):
         return False
-    return callback.setting is not None or type(callback).__name__ == "EWSG"
+    return callback.changes_chain
 
 
 def _one_process(trainer: pl.Trainer) -> dict[str, Any]:

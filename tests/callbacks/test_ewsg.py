@@ -30,8 +30,8 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
+from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.priors import FlatPrior
-from lightning_sgmcmc.run.trainer import Place
 from tests.support.comparisons import assert_same, differences
 from tests.support.ewsg_fits import Gradients, Underdamped, fit_with
 from tests.support.problems import CHAINS, Data, Even, Net, Plain

@@ -78,7 +78,7 @@ def test_the_recursion_is_the_samplers_own_law(cls: Any, options: dict[str, Any]
     error = sums.std(1) / observed / math.sqrt(COORDINATES)
 
     blocks = blocks_of(STEPS, functools.partial(controls, lr))
-    rule = linear_rule(sampler, group, blocks.lrs[:, 0], blocks.temperatures, NUM_DATA)
+    rule = linear_rule(sampler, group, blocks.lrs[:, 0], blocks.temperatures)
     assert rule is not None
     found = stage_moments(
         rule,
@@ -176,7 +176,7 @@ def test_draws_of_a_mean_are_those_of_its_variance(cls: Any, options: dict[str, 
     """Against the sum of all covariances A^k·S, with S from a Lyapunov equation, of two curvatures."""
     sampler, _ = make(cls, options, lr, torch.zeros(2))
     lrs, taus = torch.full((1, 2), lr).double(), torch.full((1, 2), 0.7).double()
-    rule = linear_rule(sampler, sampler.param_groups[0], lrs, taus, NUM_DATA)
+    rule = linear_rule(sampler, sampler.param_groups[0], lrs, taus)
     assert rule is not None
     curvature = torch.tensor([1 / (NUM_DATA * STD**2), 0.3 / (NUM_DATA * STD**2)]).double()
     matrices, noises = (part[0].numpy() for part in rule.step(curvature))
@@ -192,9 +192,7 @@ def test_draws_of_a_mean_are_those_of_its_variance(cls: Any, options: dict[str, 
 
 def test_draws_of_a_mean_do_not_depend_on_how_steps_are_grouped() -> None:
     sampler, _ = make(SGHMC, {"friction": 0.02}, 0.1, torch.zeros(1))
-    rule = linear_rule(
-        sampler, sampler.param_groups[0], *(torch.full((3, 1), v).double() for v in (0.1, 0.7)), NUM_DATA
-    )
+    rule = linear_rule(sampler, sampler.param_groups[0], *(torch.full((3, 1), v).double() for v in (0.1, 0.7)))
     assert rule is not None
     curvature = torch.tensor([0.1]).double()
     whole = LinearRule(rule.move, *(part[:1] for part in rule.tensors()))

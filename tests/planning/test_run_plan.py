@@ -36,7 +36,6 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
 from lightning_sgmcmc.planning import WANTED, RunKind, RunPlan
-from lightning_sgmcmc.planning.words import warnings as warnings_of
 from lightning_sgmcmc.report import write_report
 from tests.support.paths import RECIPE
 from tests.support.problems import ConjugateRegression
@@ -287,7 +286,7 @@ def test_sentences_are_short_and_a_cold_run_gets_no_warning() -> None:
     assert cold[2] == "Independent draws: 4.", "an average over states that have not relaxed is near their start"
     assert facts(temperature=0.0, relaxation_times=0.0).warnings == []
     hot = facts(relaxation_times=10.0, configurational_temperature=1.0, heat=900.0, chance=1000.0)
-    assert warnings_of(hot, WANTED)[0].endswith("temperature 0.56")
+    assert hot.warnings[0].endswith("temperature 0.56")
     assert facts(relaxation_times=10.0, configurational_temperature=1.0, heat=400.0, chance=1000.0).warnings == []
 
 

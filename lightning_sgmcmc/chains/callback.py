@@ -1,0 +1,151 @@
+"""What a callback declares about itself to the services of a run, which are on lower floors than the callbacks."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import pytorch_lightning as pl
+
+
+class Place(IntEnum):
+    """Where a callback runs: after those of the places before it, whose results of a step or of a fit it uses."""
+
+    FIRST_STAGE = 0
+    SCHEDULE = 1
+    CHAIN = 2
+    """Changes the chain by the schedule's controls."""
+    STORE = 3
+    AVERAGE = 4
+    DIAGNOSIS = 5
+    PICTURES = 6
+    SUMMARY = 7
+
+
+class PlannedSchedule(Protocol):
+    """The part of a schedule that a plan of the run needs; see `lightning_sgmcmc.callbacks.schedule.Schedule`."""
+
+    def apply(self, step: int, module: Any, sampler: Any) -> None:
+        """Set the controls for step k on a sampler's parameter groups."""
+
+    def draws(self, step: int) -> bool:
+        """Return whether the states after step k are samples."""
+
+
+class SampledChains(NamedTuple):
+    """The chains of a run that draw samples.
+
+    Attributes:
+        number: how many.
+        lr: their step size over that of the schedule.
+        temperature: their temperature over that of the schedule.
+    """
+
+    number: int
+    lr: float
+    temperature: float
+
+
+@dataclass(frozen=True)
+class ChainSizes:
+    """Sizes of a process's chains.
+
+    Attributes:
+        chains: C, chains of the process.
+        numel: d, sampled parameters of a chain.
+        parameters: bytes of the sampled parameters of all chains.
+        tensors: bytes of all tensors that chains do not share, parameters and buffers.
+    """
+
+    chains: int
+    numel: int
+    parameters: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Per-datum gradients of a run's steps.
+
+    Attributes:
+        gradients: those of the mini-batches, for each chain.
+        epochs: epochs of the run, NaN if unknown.
+        num_data: N.
+    """
+
+    gradients: int
+    epochs: float
+    num_data: int
+
+
+class RunCallback(pl.Callback):
+    """A callback that declares what plans, checkpoints, tuners and the command line must know about it."""
+
+    changes_chain: ClassVar[bool] = False
+    """Whether the states that a chain visits depend on it."""
+
+    setting: ClassVar[str | None] = None
+    """Name of its part of the run's settings, which a resumed run must share; None without settings."""
+
+    claims: ClassVar[Mapping[str, str | None]] = {}
+    """Subjects of a step (`chains.claims`) that it takes in a fit, each with the name of its method, if any."""
+
+    place: ClassVar[Place | None] = None
+    """Where it runs among the library's callbacks, whatever their order in the trainer's list; None leaves it where the
+    list has it."""
+
+    entries: ClassVar[Mapping[str, Any]] = {}
+    """Entries of its state in a checkpoint that it reads without a check of its own, with their types."""
+
+    tests_trajectories: ClassVar[bool] = False
+    """Whether it tests the trajectories of a sampler that needs it."""
+
+    is_probe: ClassVar[bool] = False
+    """Whether it belongs to a short run of a tuner, in which a step may cut the batches of an order."""
+
+    kind: str | None = None
+    """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
+
+    sets_lr: bool = False
+    """Whether it sets the step size."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return its part of the run's settings by name: its class and its constructor's arguments.
+
+        A resumed run must have the same ones, so every argument that changes the draws is among them.
+        """
+        part = self.setting or (type(self).__name__ if self.changes_chain else None)
+        if part is None:
+            return {}
+        return {part: type(self).__name__} | {f"{part}.{name}": value for name, value in arguments_of(self).items()}
+
+    def memory(self, sizes: ChainSizes) -> int:
+        """Return the bytes of what it keeps during a fit, of all chains of this process."""
+        return 0
+
+    def gradients(self, cost: RunCost) -> int | None:
+        """Return the per-datum gradients of each chain that it adds to a run's; None if unknown."""
+        return 0
+
+    def plan_note(self) -> str | None:
+        """Return a sentence on what the plan of a run leaves out because of it, None for nothing."""
+        return None
+
+    def as_schedule(self) -> PlannedSchedule | None:
+        """Return the callback if it is the run's schedule."""
+        return None
+
+    def sampled_chains(self, total: int) -> SampledChains | None:
+        """Return the chains that draw samples if it changes their number, None otherwise.
+
+        Args:
+            total: chains of the run.
+        """
+        return None
+
+
+def arguments_of(callback: pl.Callback) -> dict[str, Any]:
+    """Return the constructor arguments that a callback holds under their names."""
+    names = inspect.signature(type(callback)).parameters
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
