@@ -149,7 +149,7 @@ class EWSG(StepClaimant):
             )
 
     def memory(self, sizes: ChainSizes) -> int:
-        return (self.num_proposals + 1) * sizes.parameters
+        return (self.num_proposals + 1 if self.num_proposals else 0) * sizes.parameters
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import inspect
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -287,6 +289,38 @@ def test_a_stacked_chain_is_the_chain_alone(case: Case, tmp_path: Path) -> None:
         own = [sample for sample in expected if sample.chain == chain]
         assert_same(alone, own)
         assert weights(alone) == weights(own)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_every_argument_of_a_callback_that_changes_the_chain_is_a_setting(name: str) -> None:
+    callback = CALLBACKS[name].make()
+    assert isinstance(callback, SamplerCallback)
+    arguments, settings = inspect.signature(type(callback)).parameters, callback.settings()
+    if callback.changes_chain:
+        (part,) = (key for key in settings if "." not in key)
+        assert settings.keys() == {part, *(f"{part}.{argument}" for argument in arguments)}
+
+
+CHANGED: dict[str, tuple[Callable[[], pl.Callback], str]] = {
+    "EWSG": (lambda: EWSG(1, "zero"), "ewsg.guess unchanged there, zero here"),
+    "ContourGradient": (lambda: CONTOUR(sample_energy="step"), "contour.sample_energy own there, step here"),
+    "MCDropout": (lambda: MCDropout(num_draws=3), "mc_dropout.num_draws 2 there, 3 here"),
+    "WarmStart": (
+        lambda: WarmStart(lr=0.2, epochs=3, early_stopping=Patience(3)),
+        "warm_start.lr 0.3 there, 0.2 here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_resume_with_another_argument_is_refused(name: str) -> None:
+    case, (make, listed) = CALLBACKS[name], CHANGED[name]
+    saved = whole(name).checkpoint
+    with pytest.raises(ValueError, match=rf"other settings \({re.escape(listed)}\)"):
+        fit(case, saved.parent, make(), ckpt_path=saved)
 
 
 # -- refusal ----------------------------------------------------------------------------------------------------------
