@@ -52,13 +52,11 @@ class ChainSizes:
     """Sizes of a process's chains.
 
     Attributes:
-        chains: C, chains of the process.
         numel: d, sampled parameters of a chain.
         parameters: bytes of the sampled parameters of all chains.
         tensors: bytes of all tensors that chains do not share, parameters and buffers.
     """
 
-    chains: int
     numel: int
     parameters: int
     tensors: int

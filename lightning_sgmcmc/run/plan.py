@@ -174,7 +174,7 @@ def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
         classes=_classes(trainer, module),
         gradient_evaluations=None if blocks is None else _evaluations(trainer, module),
         disk_bytes_of_sample=_bytes(own) // chains.num_chains,
-        memory_bytes=_memory(trainer, module, sampler),
+        memory_bytes=_memory(trainer, module, sampler, blocks),
         notes=tuple(_notes(trainer, module, sampler, approximate)),
         label=baseline_of(trainer),
         directions=exact_directions(trainer, module, sampler),
@@ -365,17 +365,18 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> int:
+def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: Blocks | None) -> int:
     """Return the bytes of parameters, buffers, gradients, sampler state, noise and what callbacks keep."""
     chains, parameters = module.chains, [p for group in sampler.param_groups for p in group["params"]]
     own = _bytes(parameters)
     sizes = ChainSizes(
-        chains=chains.num_chains,
         numel=sum(p.numel() for p in parameters) // chains.num_chains,
         parameters=own,
         tensors=_bytes(t for name, t in state_of(module).items() if name not in chains.sharing.names),
     )
-    copies = 1 + 2 * sampler.draws + sampler.copies  # gradients, the noise and the next step's, what the rule keeps
+    gradients = 2 if chains.num_chains > 1 and chains.execution == "loop" else 1  # each chain's own, and all together
+    has_noise = blocks is None or bool((blocks.temperatures > 0).any())
+    copies = gradients + sampler.copies + (sampler.draws if has_noise else 0)
     kept = sum(callback.memory(sizes) for callback in declared(trainer))
     return _bytes([*module.parameters(), *module.buffers()]) + copies * own + kept
 
