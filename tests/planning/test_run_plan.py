@@ -4,8 +4,9 @@ import json
 import math
 import os
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -22,6 +23,7 @@ from lightning_sgmcmc import (
     HierarchicalPrior,
     LaplacePrior,
     Prior,
+    UnderdampedLangevin,
     pSGLD,
 )
 from lightning_sgmcmc.callbacks import (
@@ -37,6 +39,7 @@ from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
 from lightning_sgmcmc.planning import WANTED, RunKind, RunPlan
 from lightning_sgmcmc.report import write_report
+from lightning_sgmcmc.samplers import Sampler, StepLaw
 from tests.support.paths import RECIPE
 from tests.support.problems import ConjugateRegression
 from tests.support.small_run import COUNT, loader, module
@@ -313,3 +316,40 @@ def test_an_unwatched_network_of_one_scalar() -> None:
     for chains in (1, 2):
         run = BayesianModule(net=Scalar(), likelihood=Categorical(), sampler=SGLD, lr=0.01, num_chains=chains, seed=0)
         assert planned(run, SamplingSchedule(every_n_steps=10)).parameters == 1
+
+
+class Leapfrog(Sampler):
+    """A momentum rule of a user's own: the position moves by the old momentum, times a time step."""
+
+    momentum_buffer = "momentum"
+    says: ClassVar[dict[str, Any]] = {}
+
+    def update(self, group: Any, params: Any, grads: Any, noise: Any) -> None:
+        momenta, h = self._buffers(params, "momentum"), group["lr"]
+        self._add(params, momenta, h)
+        self._scale(momenta, 0.9)
+        self._add(momenta, grads, -h * self.num_data)
+        if noise is not None:
+            self._add(momenta, noise, (0.2 * group["temperature"]) ** 0.5)
+
+    def law(self, group: Any) -> StepLaw:
+        tau = group["temperature"]
+        return StepLaw(0.1, group["lr"] * self.num_data, 0.2 * tau, tau, **self.says)
+
+
+class Said(Leapfrog):
+    @property
+    def says(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"move": "before", "time_step": self.param_groups[0]["lr"]}
+
+
+def test_a_momentum_rule_of_a_users_own_is_planned_by_its_law_or_not_at_all() -> None:
+    """The same steps as those of `UnderdampedLangevin` have the same plan; without a `move` the plan has none."""
+    schedule = SamplingSchedule(every_n_steps=10)
+    unsaid = planned(module(sampler=Leapfrog, lr=0.02), schedule)
+    assert unsaid.relaxation_times is None
+    assert any("Leapfrog's law does not say how its position moves" in note for note in unsaid.notes)
+    own = planned(module(sampler=Said, lr=0.02), schedule)
+    known = planned(module(sampler=partial(UnderdampedLangevin, friction=5.0), lr=0.02), schedule)
+    assert own.relaxation_times == pytest.approx(known.relaxation_times)
+    assert own.configurational_temperature == pytest.approx(known.configurational_temperature, rel=0.05)
