@@ -1,10 +1,13 @@
 """AutoSampling: prior, sampler, step sizes, temperature and weights without a setting by hand."""
 
 import functools
+import math
+import re
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -12,11 +15,12 @@ import yaml
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.callbacks.base import Run
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
-from lightning_sgmcmc.callbacks.planned_length import PlannedLength
-from lightning_sgmcmc.callbacks.run_budget import RunBudget
-from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.callbacks.chain_health import ChainHealth
+from lightning_sgmcmc.callbacks.run_summary import RunSummary
+from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
+from lightning_sgmcmc.callbacks.schedule import PlannedLength, RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
@@ -52,6 +56,12 @@ SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log sureness: a few hundred data determine it to about this."""
 CHOICES = "auto.yaml"
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+SKIPPED, TIMED = 10, 60
+"""Steps before the timing, and up to its end."""
+SHARE = 0.8
+"""Of the time, for steps; draws are evaluated and written in the rest."""
 
 
 class AutoSampling(Schedule):
@@ -99,6 +109,11 @@ class AutoSampling(Schedule):
         trainer = pl.Trainer(max_epochs=100, callbacks=[AutoSampling(), SampleCollector(), RunSummary()])
     """
 
+    claims: ClassVar[Mapping[str, str | None]] = {
+        "prepare samples": None,  # their weights
+        "expand samples": None,  # a draw is evaluated as it is
+    }
+
     def __init__(
         self,
         objective: Literal["nll", "ood"] = "nll",
@@ -133,7 +148,7 @@ class AutoSampling(Schedule):
 
     def reset(self) -> None:
         super().reset()
-        self._length.reset()
+        self._length.steps = None
         self._budget.reset()
         self._stages: WarmUpAndDecay | None = None
         self._densities: dict[tuple[int, int], Tensor] = {}
@@ -147,11 +162,7 @@ class AutoSampling(Schedule):
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
-        module = bayesian(pl_module, self)
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         has_classes = isinstance(module.likelihood, ClassLikelihood)
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
         given_temperature, given_std = self._given
@@ -159,11 +170,8 @@ class AutoSampling(Schedule):
         self.prior_std = self._start_std = std if given_std is None else given_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
-        claims = module.chains.claims
-        claims.claim("prepare samples", self)  # their weights
-        claims.claim("expand samples", self)  # a draw is evaluated as it is
         if isinstance(module.prior, HierarchicalPrior):
-            claims.claim("draw scales", self, self._set_scale)
+            module.chains.claims.claim("draw scales", self, self._set_scale)
 
     def _prior(self, module: BayesianModule) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""
@@ -179,7 +187,7 @@ class AutoSampling(Schedule):
         return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
 
     def lay_out(self, length: RunLength) -> None:
-        total = self._budget.steps_of(length) or self._length.steps_of(length)
+        total = self._budget.steps or self._length.steps_of(length)
         self._stages = WarmUpAndDecay(total, self.warm_up, 1 if length.is_trial else self.num_draws)
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
@@ -222,8 +230,8 @@ class AutoSampling(Schedule):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step):
-            self._length.reset()
-            self.plan(trainer, bayesian(pl_module, self))
+            self._length.steps = None
+            self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
@@ -285,7 +293,7 @@ class AutoSampling(Schedule):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
+        module = self.run.module
         posterior = module.posterior
         if trainer.interrupted or is_trial(trainer) or posterior is None or not self._densities:
             return
@@ -339,20 +347,104 @@ class AutoSampling(Schedule):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        own = {
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            self._length.steps, self._budget.steps = saved["total_steps"], saved["budget_steps"]
+            self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
+            self._counts.update(saved["counts"])
+            for chain, block in saved["blocks"].items():
+                self._blocks[chain].load_state_dict(block)
+        super().begin(run, saved)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {
+            "total_steps": self._length.steps,
+            "budget_steps": self._budget.steps,
             "densities": dict(self._densities),
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
             "counts": dict(self._counts),
             "chosen": dict(self.chosen),
         }
-        return super().state_dict() | self._length.state_dict() | self._budget.state_dict() | own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._length.load_state_dict(state_dict)
-        self._budget.load_state_dict(state_dict)
-        self._densities, self.chosen = dict(state_dict["densities"]), dict(state_dict["chosen"])
-        self._counts.update(state_dict["counts"])
-        for chain, saved in state_dict["blocks"].items():
-            self._blocks[chain].load_state_dict(saved)
+
+class RunBudget:
+    """Sets the trainer's number of steps from a time and the speed of the run's first steps.
+
+    Args:
+        text: a number with s, m or h, such as "10m"; None leaves the trainer's length.
+
+    Raises:
+        ValueError: for another text.
+    """
+
+    def __init__(self, text: str | None) -> None:
+        found = None if text is None else re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text).strip())
+        if text is not None and (found is None or float(found[1]) == 0):
+            raise ValueError(f"budget must be a time such as '90s', '10m' or '2h', got {text!r}")
+        self._seconds = None if found is None else float(found[1]) * UNITS[found[2]]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget an earlier run."""
+        self.steps: int | None = None
+        """The number of steps, None without a budget or before the speed is known."""
+        self._begun = 0.0
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Give the trainer an end, the real one as soon as it is known."""
+        if self._seconds is None:
+            return
+        steps = self.steps if self.steps is not None else 10**6
+        trainer.fit_loop.max_epochs = math.ceil(steps / epoch_length(trainer)) if epoch_length(trainer) else -1
+        trainer.fit_loop.epoch_loop.max_steps = steps
+
+    def after_step(self, trainer: pl.Trainer, step: int) -> bool:
+        """Time the first steps; return whether the run's length has just become known."""
+        if self._seconds is None or self.steps is not None:
+            return False
+        if step == SKIPPED:
+            self._begun = time.monotonic()
+        if step < TIMED:
+            return False
+        each = trainer.strategy.broadcast((time.monotonic() - self._begun) / (TIMED - SKIPPED))
+        within, least = int(SHARE * self._seconds / each), 4 * TIMED
+        self.steps = max(within, least)
+        said = f"AutoSampling: {self.steps:,} steps of {1000 * each:.3g} ms in {self._seconds:g} seconds."
+        if within < least:
+            said = (
+                f"AutoSampling: budget={self._seconds:g}s holds {within:,} steps of {1000 * each:.3g} ms, and a run "
+                f"has {least} at least, so this one takes about {least * each:.2g} seconds."
+            )
+        rank_zero_info(said)
+        return True
+
+
+def recommended(
+    folder: str | Path | None = None, sampling: Schedule | None = None, name: str = "run"
+) -> list[pl.Callback]:
+    """Return the five callbacks of a usual run, a list like any other: extend it, or leave one out.
+
+    They are the schedule, `SampleCollector`, `BayesianModelAverage`, `ChainHealth` and `RunSummary`. Whoever changes
+    more than these arguments writes the five down; their order in the trainer's list does not matter.
+
+    Args:
+        folder: of the samples; None uses `samples` in the run's folder.
+        sampling: the schedule; None is `AutoSampling()`, which also chooses prior, sampler and lr.
+        name: the run's name in `results.json`.
+
+    Raises:
+        TypeError: if `sampling` is no schedule.
+
+    Example::
+
+        trainer = pl.Trainer(max_epochs=100, callbacks=recommended("samples"))
+        trainer = pl.Trainer(max_epochs=200, callbacks=[*recommended(sampling=CyclicalSchedule()), EWSG()])
+    """
+    if sampling is not None and not isinstance(sampling, Schedule):
+        called = sampling.__name__ if isinstance(sampling, type) else type(sampling).__name__
+        raise TypeError(
+            f"sampling should be a schedule, got {called}: pass an object such as SamplingSchedule(every_n_epochs=1), "
+            "and append other callbacks to the list"
+        )
+    schedule = AutoSampling() if sampling is None else sampling
+    return [schedule, SampleCollector(folder), BayesianModelAverage(), ChainHealth(), RunSummary(name)]

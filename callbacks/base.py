@@ -1,16 +1,38 @@
 """Base class and checks shared by the library's callbacks."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc.chains.callback import RunCallback
-from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.settings import changed_arguments
+from lightning_sgmcmc.samplers import Sampler
+
+
+@dataclass(frozen=True)
+class Run:
+    """A fit in progress, as its callbacks see it.
+
+    Attributes:
+        trainer, module, chains, sampler: of the fit.
+    """
+
+    trainer: pl.Trainer
+    module: BayesianModule
+    chains: Chains
+    sampler: Sampler
+
+    @property
+    def layout(self) -> ChainLayout:
+        """Which chains of the run this process holds."""
+        return self.chains.layout
 
 
 class SamplerCallback(RunCallback):
@@ -19,27 +41,56 @@ class SamplerCallback(RunCallback):
     The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step`
     (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules decide
     whether the states are samples), and then `on_posterior_samples` and, once per chain, `on_posterior_sample`.
+
+    The life of a fit: `reset`, the `claims`, `check`, `begin` with the state of a checkpoint, the steps, `end`. From
+    `begin` to `end` the fit's parts are in `run`; whatever ends a fit, the callback holds nothing of it afterwards.
+
+    Example::
+
+        class Watch(SamplerCallback):
+            def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+                self.energies = [] if saved is None else saved["energies"]
+
+            def on_posterior_sample(self, trainer, pl_module, sample) -> None:
+                self.energies.append(sample.energy)
+
+            def state(self) -> dict[str, Any]:
+                return {"energies": list(self.energies)}
     """
+
+    _run: Run | None = None
+    _saved: dict[str, Any] | None = None
+    """The state of a checkpoint before `begin`, and that of the fit after its end."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         names_arguments(cls)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise for a module that does not sample; reset at the start of a fit.
-
-        Raises:
-            TypeError: if the module is not a `BayesianModule`.
-        """
-        bayesian(pl_module, self)
-        if stage == "fit":
-            self.reset()
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in changed_arguments(self))})"
 
+    # -- what a subclass defines --------------------------------------------------------------------------------------
+
     def reset(self) -> None:
         """Clear the state of an earlier fit; a checkpoint's state is loaded afterwards."""
+
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Raise for a fit that the callback cannot be part of; chains and loaders are not made yet."""
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        """Begin a fit, before its first step.
+
+        Args:
+            run: the fit's parts, which `self.run` holds until its end.
+            saved: what `state` returned, of the checkpoint that the fit continues from; None without one.
+        """
+
+    def end(self) -> None:
+        """Release what belongs to the fit, after its last hook; `self.run` is dropped afterwards."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: plain data and tensors of all chains of the run."""
+        return {}
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
         """Called with all samples of a step, for work that is done together; `on_posterior_sample` follows with each.
@@ -49,6 +100,68 @@ class SamplerCallback(RunCallback):
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn."""
+
+    # -- the life of a fit --------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The parts of the fit in progress."""
+        assert self._run is not None, f"{type(self).__name__} is in no fit"
+        return self._run
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raise for a module that does not sample; reset, claim and check at the start of a fit.
+
+        Raises:
+            TypeError: if the module is not a `BayesianModule`.
+        """
+        module = bayesian(pl_module, self)
+        if stage != "fit":
+            return
+        self._run = self._saved = None
+        self.reset()
+        for subject, method in self.claims.items():
+            module.chains.claims.claim(subject, self, None if method is None else getattr(self, method))
+        self.check(trainer, module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        saved, self._saved = self._saved, None
+        self._run = Run(trainer, module, module.chains, module.sampler)
+        self.begin(self._run, saved)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.release()
+
+    def release(self, failed: bool = False) -> None:
+        """Drop the fit, so that module and callback can be copied; the state can still be saved by one process alone.
+
+        Args:
+            failed: whether an error has ended the fit, so that the state may be lost with it.
+        """
+        for name in ("log", "log_dict"):  # methods of the module, which Lightning lends to callbacks for a run
+            vars(self).pop(name, None)
+        if self._run is None:
+            return
+        try:
+            self._saved = self.state_dict() if self.saves_alone else None
+        except Exception:
+            if not failed:
+                raise
+        self.end()
+        self._run = None
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether `state` needs nothing of other processes, which may have failed."""
+        return not self.run.layout.is_spread
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state() if self._saved is None else self._saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
 
 
 class StepClaimant(SamplerCallback):

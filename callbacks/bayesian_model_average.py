@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
+from lightning_sgmcmc.callbacks.schedule import require_schedule, target_of
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
@@ -352,8 +352,7 @@ def _scorer(module: BayesianModule) -> Scorer:
 
 def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> float:
     """Return the temperature of a chain's samples, 1 instead of 0, at which no density is sampled."""
-    own = getattr(schedule_of(trainer), "temperature", None)
-    temperature = module.temperature if own is None else own
+    temperature = target_of(trainer, module)
     return float(temperature[chain] if isinstance(temperature, tuple) else temperature) or 1.0
 
 

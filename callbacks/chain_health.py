@@ -1,19 +1,18 @@
 """The verdict on a run: temperatures, mini-batch noise, energies, predictions; ranked findings and one advice."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
+from lightning_sgmcmc.callbacks.base import Run, StepClaimant
 from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
-from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.diagnostics.assessment import assess
@@ -82,6 +81,7 @@ class ChainHealth(StepClaimant):
     """
 
     place = Place.DIAGNOSIS
+    claims: ClassVar[Mapping[str, str | None]] = {"observe step": "_observe", "chain temperatures": None}
 
     def __init__(
         self,
@@ -105,27 +105,13 @@ class ChainHealth(StepClaimant):
 
     def reset(self) -> None:
         self._observer: StepObserver | None = None
-        self._loaded: dict[str, Any] | None = None
         self._warned: set[str] = set()
         self._reported_observations = -1
         self._folder = Path()
-        self._trainer: pl.Trainer | None = None
-        self._chains: Chains | None = None
-        self._is_spread = False
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            claims = bayesian(pl_module, self).chains.claims
-            claims.claim("observe step", self, self._observe)
-            claims.claim("chain temperatures", self)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        self._chains = module.chains
-        sampler = self._sampler = module.sampler
-        self._trainer, self._is_spread = trainer, module.chains.layout.is_spread
-        self._folder = run_folder(trainer)
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        module, sampler = run.module, run.sampler
+        self._folder = run_folder(run.trainer)
         names = {p: name for name, p in module.named_parameters()}
         self._params = [p for group in sampler.param_groups for p in group["params"]]
         self._observer = StepObserver(
@@ -135,13 +121,14 @@ class ChainHealth(StepClaimant):
             sampler.num_chains,
             self.every_n_steps,
             self.warm_up,
-            _clipping_of(trainer),
+            _clipping_of(run.trainer),
             [sampler.sampled_numel(p) for p in self._params],
         )
         self._step = sampler.step_count
-        if self._loaded is not None and not self._observer.load_state_dict(
-            self._loaded, module.chains.layout.own_stored
-        ):
+        if saved is None:
+            return
+        self._warned = set(saved["warned"])
+        if not self._observer.load_state_dict(saved, run.layout.own_stored):
             rank_zero_warn(
                 "The checkpoint's health record is for a network with other parameters: ChainHealth starts a new one."
             )
@@ -153,9 +140,8 @@ class ChainHealth(StepClaimant):
 
     def _observe(self, trainer: pl.Trainer) -> None:
         """Observe a step of a sampling stage, when its gradient and controls are final except for clipping."""
-        sampler, observer, chains = self._sampler, self._observer, self._chains
-        if observer is None or chains is None:
-            return
+        sampler, observer, chains = self.run.sampler, self._observer, self.run.chains
+        assert observer is not None
         if chains.progress.stage is not Stage.SAMPLING or not all(map(sampler.is_noisy, sampler.param_groups)):
             return
         if not observer.in_stage:
@@ -167,21 +153,21 @@ class ChainHealth(StepClaimant):
     def _metric(self) -> list[Tensor]:
         """Return the preconditioner's tensors, if any."""
         scales: list[Tensor] = []
-        for group in self._sampler.param_groups:
-            scales += self._sampler.preconditioner(group["params"]) or []
+        for group in self.run.sampler.param_groups:
+            scales += self.run.sampler.preconditioner(group["params"]) or []
         return scales
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        sampler, observer = self._sampler, self._observer
+        sampler, observer = self.run.sampler, self._observer
         if observer is None or not observer.in_stage:
             return
         if sampler.step_count == self._step:  # an accumulated micro-batch, or a step that the loss scaler skipped
             observer.discard()
             return
         self._step = sampler.step_count
-        module = bayesian(pl_module, self)
+        module = self.run.module
         if module.chains.progress.stage is not Stage.SAMPLING:
             observer.end_stage()
             self._report(trainer, module)
@@ -195,13 +181,13 @@ class ChainHealth(StepClaimant):
             observer.add(steps, seen.energy.mean(), seen.log_prior.mean())
 
     def _law(self, group: dict[str, Any]) -> StepLaw:
-        law = self._sampler.law(group)
-        return self._sampler.langevin_law(group) if law is None else law
+        law = self.run.sampler.law(group)
+        return self.run.sampler.langevin_law(group) if law is None else law
 
     def _group_step(self, group: dict[str, Any], law: StepLaw) -> GroupStep:
-        num_data = self._sampler.num_data
+        num_data = self.run.sampler.num_data
         assert num_data is not None  # the step had noise
-        momenta = self._sampler.stored_momenta(group)
+        momenta = self.run.sampler.stored_momenta(group)
         return GroupStep(law, group["temperature"], group["gradient_multiplier"], num_data, momenta)
 
     # -- reports ------------------------------------------------------------------------------------------------------
@@ -210,25 +196,25 @@ class ChainHealth(StepClaimant):
         if trainer.state.fn != "fit" or trainer.sanity_checking or self._observer is None:
             return
         if self._observer.count > QUARTER_MORE * self._reported_observations:
-            self._report(trainer, bayesian(pl_module, self))
+            self._report(trainer, self.run.module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._observer is not None
         self._observer.end_stage()
         self._reported_observations = -1
-        self._report(trainer, bayesian(pl_module, self), is_final=True)
+        self._report(trainer, self.run.module, is_final=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # The energy guard stops a diverging chain before it is observed; the report should give the cause.
         if isinstance(exception, NonFiniteEnergyError) and trainer.state.fn == "fit":
             self._reported_observations = -1
-            self._report(trainer, bayesian(pl_module, self), has_diverged=True)
+            self._report(trainer, self.run.module, has_diverged=True)
 
     def _report(
         self, trainer: pl.Trainer, module: BayesianModule, has_diverged: bool = False, is_final: bool = False
     ) -> None:
         """Assess the observations, unless they have been assessed, and publish the report."""
-        observer, sampler = self._observer, self._sampler
+        observer, sampler = self._observer, self.run.sampler
         if observer is None or observer.count == self._reported_observations:
             return
         self._reported_observations = observer.count
@@ -238,7 +224,7 @@ class ChainHealth(StepClaimant):
         shared = not has_diverged and trainer.world_size > 1
         # Each rank's energies of a step come from its own data.
         of_energies = self._mean_over_processes if shared else unreduced
-        of_chains = self._mean_over_processes if shared and self._is_spread else unreduced
+        of_chains = self._mean_over_processes if shared and self.run.layout.is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
         contour = None if module.contour is None else module.contour.use()
@@ -274,31 +260,24 @@ class ChainHealth(StepClaimant):
         return amid and any(callback.sets_lr for callback in declared(trainer))
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:
-        assert self._trainer is not None
-        reduced = self._trainer.strategy.reduce(means.to(self._params[0]), reduce_op="mean")
+        reduced = self.run.trainer.strategy.reduce(means.to(self._params[0]), reduce_op="mean")
         assert isinstance(reduced, Tensor)
         return exact(reduced).cpu()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = self._chains = None
+    def end(self) -> None:
+        self._params = []
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         if self._observer is None:
-            state = self._loaded or {"means": None, "counts": None, "missing": [], "observations": 0}
-        elif self._trainer is not None and self._chains is not None and self._is_spread:
+            state: dict[str, Any] = {"means": None, "counts": None, "missing": [], "observations": 0}
+        elif self._run is not None and self.run.layout.is_spread:
             # A checkpoint holds all chains.
-            state = self._observer.state_dict(self._mean_over_processes, self._chains.layout.gather_stored)
+            state = self._observer.state_dict(self._mean_over_processes, self.run.layout.gather_stored)
         else:
             state = self._observer.state_dict()
         return state | {"warned": sorted(self._warned)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict
-        self._warned = set(state_dict["warned"])
-        if self._observer is not None and self._chains is not None:
-            self._observer.load_state_dict(state_dict, self._chains.layout.own_stored)
 
 
 def _clipping_of(trainer: pl.Trainer) -> Clipping:

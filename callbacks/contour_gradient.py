@@ -1,18 +1,20 @@
 """Contour sampling under a trainer: CSGLD, CSGHMC and their variants, from any sampler."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
-from lightning_sgmcmc.callbacks.contour_run import ContourRun, inexact_settings
-from lightning_sgmcmc.callbacks.schedule import begin_first_stage, schedule_of
+from lightning_sgmcmc.callbacks.base import Run, StepClaimant
+from lightning_sgmcmc.callbacks.schedule import begin_first_stage, target_of
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
+    ChainGroup,
     Contour,
     ContourGoals,
     ContourLearner,
@@ -28,7 +30,8 @@ from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_ener
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars, log_values
 from lightning_sgmcmc.run.trainer import fit_steps, is_trial
-from lightning_sgmcmc.tensors import sent
+from lightning_sgmcmc.samplers.sampler import Control
+from lightning_sgmcmc.tensors import exact, exact_device, sent
 
 
 class ContourGradient(StepClaimant):
@@ -93,6 +96,11 @@ class ContourGradient(StepClaimant):
     changes_chain = True
     place = Place.CHAIN
     setting = "contour"
+    claims: ClassVar[Mapping[str, str | None]] = {
+        "set controls": "_set_controls",
+        "prepare samples": "_prepare_samples",
+        "accept scales": "_accept_scales",
+    }
 
     def __init__(
         self,
@@ -145,14 +153,13 @@ class ContourGradient(StepClaimant):
         self.reset()
 
     def reset(self) -> None:
-        self._run: ContourRun | None = None
         self._begun = 0
         """Steps of the sampler before this callback, where a run continues from a checkpoint without it."""
         self._start.reset()
+        self._group = ChainGroup()
         self._learner: ContourLearner | None = None
-        """None until the energy range is known; kept after the run, so that its state can still be saved."""
+        """None until the energy range is known."""
         self._watch = ContourWatch(rank_zero_warn)
-        self._restored: dict[str, Any] | None = None
         self._location: Location | None = None
         """κ of the coming update; None while the contour is idle."""
         self._location_step = -1
@@ -160,121 +167,134 @@ class ContourGradient(StepClaimant):
         self._is_on = True
         """Whether the sampler's multiplier may differ from 1, as after loading a checkpoint."""
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
-        module = bayesian(pl_module, self)
-        module.chains.claims.claim("set controls", self, self._set_controls)
-        module.chains.claims.claim("prepare samples", self, self._prepare_samples)
-        module.chains.claims.claim("accept scales", self, self._accept_scales)
-        own = getattr(schedule_of(trainer), "temperature", None)
-        if (own if own is not None else module.temperature) == 0:
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        if target_of(trainer, module) == 0:
             raise ValueError(
                 "ContourGradient flattens a target, and temperature=0 has none: set a temperature above 0, or remove "
                 "the callback"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        begin_first_stage(trainer, module)
-        self._begun = module.sampler.step_count if self._restored is None else int(self._restored["begun"])
-        run = self._run = ContourRun.of(trainer, module, self._start, self._begun)
-        if is_trial(trainer):
-            self._start.open(0, run.group)
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        begin_first_stage(run.trainer, run.module)
+        self._begun = run.sampler.step_count if saved is None else int(saved["begun"])
+        self._group = ChainGroup.of_layout(run.layout, exact_device(run.module.device))
+        self._on_host = run.module.device.type == "cpu" and run.module.num_chains == 1
+        """Whether a number is cheaper than a tensor."""
+        if is_trial(run.trainer):
+            self._start.open(0, self._group)
         elif self.warm_up_steps or self._start.goals is None:
-            self._start.open(self.warm_up_steps, run.group)
-        self._check_run(run)
-        self._resume_or_begin(run)
-        self._restored = None
+            self._start.open(self.warm_up_steps, self._group)
+        steps = fit_steps(run.trainer)
+        if steps <= self._first_step:
+            raise ValueError(
+                f"the run has {steps:.0f} steps, and the contour begins after {self._first_step} of them: shorten "
+                "warm_up_steps or lengthen the run"
+            )
+        self._energy_kind = available_kind(self.sample_energy, run.trainer, run.module)
+        contour = None
+        if saved is not None:
+            self._watch.load_state_dict(saved["watch"])
+            contour = self._start.load_state_dict(saved, self._group)
+        given = self._start.given() if contour is None else None
+        if contour is not None:
+            self._open(contour, saved=saved)
+        elif given is not None:
+            self._open(given)
 
     def plan_note(self) -> str:
         return "A contour scales the gradient; the plan is for the unflattened target."
 
-    def _check_run(self, run: ContourRun) -> None:
-        steps, warm_up = fit_steps(run.trainer), run.first_step
-        if steps <= warm_up:
-            raise ValueError(
-                f"the run has {steps:.0f} steps, and the contour begins after {warm_up} of them: shorten "
-                "warm_up_steps or lengthen the run"
-            )
-        self._energy_kind = available_kind(self.sample_energy, run.trainer, run.module)
-
-    def _resume_or_begin(self, run: ContourRun) -> None:
-        """Continue from a checkpoint, or begin at once if the settings are given."""
-        saved = self._restored
-        if saved is not None:
-            self._watch.load_state_dict(saved["watch"])
-            contour = self._start.load_state_dict(saved, run.group)
-            if contour is not None:
-                self._begin(run, contour, saved=saved)
-                return
-        given = self._start.given()
-        if given is not None:
-            self._begin(run, given)
-
-    def _begin(
+    def _open(
         self,
-        run: ContourRun,
         contour: Contour,
         initial: ContourState | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
         """Start the contour, with an initial π or that of a checkpoint."""
+        run = self.run
         on_gpu = run.chains.flat is not None and run.chains.flat.fused
         learner = ContourLearner(
-            contour, self.step_size, run.group, self.interacting, self.exchange_every, on_gpu, initial
+            contour, self.step_size, self._group, self.interacting, self.exchange_every, on_gpu, initial
         )
         if saved is not None:
             learner.load_state_dict(saved)
         self._learner = learner
-        self._publish(run)
+        self._publish()
         run.chains.tags.comparable = learner.is_shared
         choice = self._start.choice
         if choice is not None:
             log_values(run.trainer, "contour", choice.scalars())
-        inexact = inexact_settings(contour.rules, self._start.include_prior, chosen=choice is not None)
+        limits = () if choice is None else ("min_multiplier", "max_multiplier")  # chosen ones act too rarely to count
+        inexact = {name: value for name, value in contour.rules.regularisation.items() if name not in limits}
+        inexact |= {} if self._start.include_prior else {"include_prior": False}
         if inexact:
             settings = ", ".join(f"{name}={value}" for name, value in inexact.items())
             rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are only approximate")
 
-    def _publish(self, run: ContourRun) -> None:
+    def _publish(self) -> None:
         """Let the module hold what has been learned."""
         assert self._learner is not None
-        learned = run.module.contour = self._learner.of_all_chains()
+        learned = self.run.module.contour = self._learner.of_all_chains()
         learned.choice, learned.shares = self._start.choice, self._watch.shares
-        learned.temperature = run.temperature
+        learned.temperature = self._temperature
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _first_step(self) -> int:
+        """Steps of the sampler before the contour begins: those of a warm start, and then of its own warm-up."""
+        return self._start.first_step(max(self._begun, self.run.chains.progress.warm_steps))
+
+    @property
+    def _temperature(self) -> Control:
+        """τ of the coming step, a number or a tensor where the contour is."""
+        temperature: Control = self.run.sampler.param_groups[0]["temperature"]
+        return sent(temperature, self._group.device) if isinstance(temperature, Tensor) else temperature
+
+    @property
+    def _energy(self) -> Tensor:
+        """The energy of the step's data over all ranks, shape (C,), float64."""
+        chains = self.run.chains
+        return chains.layout.mean_over_data(chains.observed.corrected(self._start.include_prior))
+
     def _set_controls(self, trainer: pl.Trainer) -> None:
         """Set κ of the coming update, since the energy of its batch is known."""
-        run = self._run
-        if run is None:
-            return
+        run = self.run
         self._location = None
-        temperature = run.temperature
+        temperature = self._temperature
         if not (isinstance(temperature, Tensor) or temperature > 0):
             if self._is_on:
                 run.sampler.set_control("gradient_multiplier", 1.0)
                 self._is_on = False
             return
         if self._learner is None:
-            made = run.warm_up()
-            if made is not None:
-                rank_zero_info(f"ContourGradient {made[2]}")
-                self._begin(run, *made[:2])
+            self._warm_up(temperature)
         learner, step = self._learner, run.sampler.step_count
-        if learner is None or step < run.first_step:
+        if learner is None or step < self._first_step:
             return
         try:
-            location = learner.locate(run.energy, temperature)
+            location = learner.locate(self._energy, temperature)
         except ValueError:  # a NaN: the guard reports it and refuses the step
             return
         self._location, self._location_step, self._is_on = location, step, True
         multiplier = location.multiplier
-        kappa = multiplier.item() if run.on_host else sent(multiplier, run.module.device)
+        kappa = multiplier.item() if self._on_host else sent(multiplier, run.module.device)
         run.sampler.set_control("gradient_multiplier", kappa)
+
+    def _warm_up(self, temperature: Control) -> None:
+        """Record the energy of a step of the warm-up; after the last one, begin the contour."""
+        chains, step, start = self.run.chains, self.run.sampler.step_count, self._start
+        if step < max(self._begun, chains.progress.warm_steps):
+            return
+        if start.length is None:  # auto, at the first step at a temperature above 0
+            start.open_until(step, chains.progress.first_sample, self._group)
+        if step >= self._first_step:
+            made = start.decide(float(exact(torch.as_tensor(temperature)).mean()))
+            if made is not None:
+                rank_zero_info(f"ContourGradient {made[2]}")
+                self._open(*made[:2])
+        elif start.is_recording:
+            start.record(step + 1 - self._first_step + (start.length or 0), self._energy, chains.observed.log_prior)
 
     def _accept_scales(self, change: Tensor) -> Tensor:
         """Return the log probability of accepting a draw of a prior's scales that changes the energies, shape (C,)."""
@@ -284,8 +304,8 @@ class ContourGradient(StepClaimant):
         return sent(found, change.device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        run, learner, location = self._run, self._learner, self._location
-        if run is None or learner is None or location is None:
+        run, learner, location = self.run, self._learner, self._location
+        if learner is None or location is None:
             return
         if run.sampler.step_count != self._location_step + 1:
             return  # a micro-batch that only accumulates, or a step that was skipped
@@ -301,21 +321,19 @@ class ContourGradient(StepClaimant):
 
     def _prepare_samples(self) -> None:
         """Update energy, bin and weight of the current states before they become samples."""
-        run, learner = self._run, self._learner
-        if run is None:
-            return
+        run, learner = self.run, self._learner
         tags = run.chains.tags
         if learner is None or tags.bin is None:
             if is_trial(run.trainer):
                 return
             raise ValueError(
                 f"a sample is due after step {run.sampler.step_count}, but it has no weight before the contour "
-                f"begins: let the schedule draw its first sample after the {run.first_step} steps of the warm-up"
+                f"begins: let the schedule draw its first sample after the {self._first_step} steps of the warm-up"
             )
-        self._publish(run)
+        self._publish()
         energy = sample_energies(self._energy_kind, run.trainer, run.chains, run.sampler, self._start.include_prior)
         if energy is None:
-            tags.energy = run.energy
+            tags.energy = self._energy
             return
         location = learner.locate(energy)
         tags.energy, tags.bin = energy, location.index
@@ -329,23 +347,12 @@ class ContourGradient(StepClaimant):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._learner is not None:
             self._watch.finish(self._learner.learned, self._learner.updates)
-            if self._run is not None:
-                self._publish(self._run)
+            self._publish()
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release()
+    def end(self) -> None:
+        self.run.chains.tags.energy = None
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        """Drop the references to the run, so that module and callback can be copied and pickled."""
-        if self._run is not None:
-            self._run.chains.claims.release(self)
-            self._run.chains.tags.energy = None
-            self._run = None
-
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         learner = self._learner
         nothing = {"updates": 0, "rules": None, "state": None, "waiting": None}
         return (
@@ -353,6 +360,3 @@ class ContourGradient(StepClaimant):
             | self._start.state_dict()
             | {"begun": self._begun, "watch": self._watch.state_dict()}
         )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict

@@ -1,6 +1,5 @@
 """Friction that cancels the heating by mini-batch noise: the variance reduction of EWSG-VR."""
 
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -8,11 +7,9 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import bayesian
-from lightning_sgmcmc.callbacks.control_variates import ControlVariates
-from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
+from lightning_sgmcmc.callbacks.base import Run
+from lightning_sgmcmc.callbacks.control_variates import ControlVariates, SnapshotCallback
 from lightning_sgmcmc.chains.callback import ChainSizes
-from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.module import BayesianModule
@@ -29,27 +26,6 @@ from lightning_sgmcmc.subsampling.snapshot import Snapshot, rows_of
 
 LARGEST_MATRIX = 500
 """Largest number of parameters per chain; each step computes the eigenvalues of a matrix of that size."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The parts of a fit in progress."""
-
-    module: BayesianModule
-    chains: Chains
-    sampler: UnderdampedLangevin
-    trainer: pl.Trainer
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches in a batch; with EWSG a step has several batches."""
-        return self.trainer.accumulate_grad_batches // self.chains.accumulation.candidates
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The sampler's one parameter group."""
-        group: dict[str, Any] = self.sampler.param_groups[0]
-        return group
 
 
 class CovarianceFriction(SnapshotCallback):
@@ -107,16 +83,13 @@ class CovarianceFriction(SnapshotCallback):
     def reset(self) -> None:
         super().reset()
         self.covariance = MovingCovariance(self.form)
-        self._run: _Run | None = None
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        super().check(trainer, module)
         callbacks = callbacks_of(trainer)
-        if layout_of(trainer, bayesian(pl_module, self).num_chains).ranks_per_chain > 1:
+        if layout_of(trainer, module.num_chains).ranks_per_chain > 1:
             raise ValueError(
                 "CovarianceFriction compares the gradients of batches, but data-parallel ranks share each batch here: "
                 "use one rank per chain, strategy='chains'"
@@ -132,9 +105,8 @@ class CovarianceFriction(SnapshotCallback):
                 "the friction would be too large: remove one of them"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        sampler = module.sampler
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        sampler, chains = run.sampler, run.chains
         if not isinstance(sampler, UnderdampedLangevin):
             raise ValueError(
                 f"CovarianceFriction needs a sampler with a friction matrix, but {type(sampler).__name__} has none: "
@@ -145,10 +117,11 @@ class CovarianceFriction(SnapshotCallback):
                 "CovarianceFriction supports one friction γ, but the sampler has several parameter groups: give the "
                 "sampler one group"
             )
-        chains = module.chains
         self._check_size(sum(p.numel() for p in sampler.param_groups[0]["params"]) // chains.num_chains)
-        self._run = _Run(module, chains, sampler, trainer)
-        super().on_train_start(trainer, pl_module)
+        super().begin(run, saved)
+        if saved is not None:
+            own, device = run.layout.own, run.module.device
+            self.covariance.load_state_dict(saved, lambda rows: own(rows).to(device, copy=True))
         sampler.extra_drag = self._drag
 
     def _check_size(self, parameters: int) -> None:
@@ -167,8 +140,13 @@ class CovarianceFriction(SnapshotCallback):
     # -- calibration --------------------------------------------------------------------------------------------------
 
     def is_idle(self) -> bool:
-        run = self._run
-        return run is None or not run.sampler.is_noisy(run.group)
+        return not self.run.sampler.is_noisy(self._group)
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        """The sampler's one parameter group."""
+        group: dict[str, Any] = self.run.sampler.param_groups[0]
+        return group
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -178,26 +156,30 @@ class CovarianceFriction(SnapshotCallback):
             self.covariance.begin_step()
 
     def process_batch(self, log_likelihood: Tensor) -> None:
-        run, snapshot = self._run, self._snapshot
-        if run is None or snapshot is None:
-            return
+        snapshot, run = self._snapshot, self.run
+        assert snapshot is not None
         snapshot.add_gradients(log_likelihood, log_likelihood.shape[1])
-        if snapshot.count == run.micro_batches:
-            self._add_batch(run, snapshot)
+        # With EWSG a step has several batches.
+        if snapshot.count == run.trainer.accumulate_grad_batches // run.chains.accumulation.candidates:
+            self._add_batch(snapshot)
 
-    def _add_batch(self, run: _Run, snapshot: Snapshot) -> None:
+    def _add_batch(self, snapshot: Snapshot) -> None:
         """Add the gradient of a whole batch to the calibration."""
-        self.covariance.add(_gradient_there(run, snapshot))
+        self.covariance.add(self._gradient_there(snapshot))
         snapshot.clear()
 
+    def _gradient_there(self, snapshot: Snapshot) -> Tensor:
+        """Return N·g for the micro-batches in the snapshot's sums, without the prior's part, shape (C, d)."""
+        chains = self.run.chains
+        return rows_of(snapshot.sums, chains.num_chains).mul_(chains.observed.num_data / snapshot.count)
+
     def end_pass(self) -> None:
-        run, snapshot = self._run, self._snapshot
-        if run is None or snapshot is None:
-            return
+        snapshot = self._snapshot
+        assert snapshot is not None
         if snapshot.count:
-            self._add_batch(run, snapshot)
+            self._add_batch(snapshot)
         snapshot.add_gradients(snapshot.log_prior(), 1)
-        prior = rows_of(snapshot.sums, run.chains.num_chains)
+        prior = rows_of(snapshot.sums, self.run.chains.num_chains)
         self.covariance.end_calibration(prior, several_epochs=self.every_n_epochs > 1)
         snapshot.clear()
 
@@ -205,20 +187,20 @@ class CovarianceFriction(SnapshotCallback):
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
         """Update the covariance with the gradient of a batch, which is unchanged."""
-        run = self._run
-        if run is None or self.is_idle():
+        run = self.run
+        if self.is_idle():
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in snapshot.parameters.values()]
         scale = run.chains.observed.num_data / run.chains.accumulation.batch_share
         present = rows_of(gradients, run.chains.num_chains).mul_(scale)
-        self.covariance.replace(present, _gradient_there(run, snapshot))
+        self.covariance.replace(present, self._gradient_there(snapshot))
 
     def _drag(self, momenta: list[Tensor]) -> list[Tensor] | None:
         """Return (Γ-γ)·r for momenta, in the order of the sampler's parameters that have a gradient."""
-        run, snapshot = self._run, self._snapshot
-        if run is None or snapshot is None or not self.covariance.is_known or self.is_idle():
+        run, snapshot = self.run, self._snapshot
+        if snapshot is None or not self.covariance.is_known or self.is_idle():
             return None
-        group = run.group
+        group = self._group
         held = {id(p): r for p, r in zip((p for p in group["params"] if p.grad is not None), momenta, strict=True)}
         own = list(snapshot.parameters.values())
         rows = rows_of([held[id(p)] if id(p) in held else torch.zeros_like(p) for p in own], run.chains.num_chains)
@@ -230,49 +212,23 @@ class CovarianceFriction(SnapshotCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run = self._run
-        if run is None or not is_logged(trainer, run.chains, run.sampler.step_count):
+        run = self.run
+        if not is_logged(trainer, run.chains, run.sampler.step_count):
             return
         log_cost(trainer, run.chains)
         if self.covariance.is_known and not self.is_idle():
-            extra = (self.covariance.diagonal() * _factor(run.group)).mean().item()
+            extra = (self.covariance.diagonal() * _factor(self._group)).mean().item()
             log_scalars(trainer, {"sampler/extra_friction": extra}, trainer.global_step)
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        super().release()
-        if self._run is not None:
-            self._run.sampler.extra_drag = None
+    def end(self) -> None:
+        super().end()
+        vars(self.run.sampler).pop("extra_drag", None)
+        self.covariance = MovingCovariance(self.form)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        if stage == "fit":
-            self.covariance = MovingCovariance(self.form)
-            self._run = None
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._run is None or "moments" in state:
-            return state
-        return state | self.covariance.state_dict(self._run.chains.layout.gather)
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a checkpoint.
-
-        Raises:
-            ValueError: if the checkpoint's friction has another form.
-        """
-        super().restore(saved)
-        run = self._run
-        if run is not None:
-            layout, device = run.chains.layout, run.module.device
-            self.covariance.load_state_dict(saved, lambda rows: layout.own(rows).to(device, copy=True))
-
-
-def _gradient_there(run: _Run, snapshot: Snapshot) -> Tensor:
-    """Return N·g for the micro-batches in the snapshot's sums, without the prior's part, shape (C, d)."""
-    return rows_of(snapshot.sums, run.chains.num_chains).mul_(run.chains.observed.num_data / snapshot.count)
+    def state(self) -> dict[str, Any]:
+        return super().state() | ({} if self._run is None else self.covariance.state_dict(self.run.layout.gather))
 
 
 def _factor(group: dict[str, Any]) -> float | Tensor:

@@ -1,7 +1,8 @@
 """Exponentially weighted stochastic gradients under a trainer."""
 
 import functools
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -9,10 +10,10 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.callbacks.base import Run, StepClaimant, refuse_loss_scaler
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
-from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
@@ -72,6 +73,7 @@ class EWSG(StepClaimant):
     changes_chain = True
     place = Place.CHAIN
     setting = "ewsg"
+    claims: ClassVar[Mapping[str, str | None]] = {"choose gradient": "_choose"}
 
     def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
         check_count("num_proposals", num_proposals, least=0, optional=False)
@@ -96,13 +98,11 @@ class EWSG(StepClaimant):
         self._chances: tuple[int, Tensor] | None = None
         self._accepted: Tensor | None = None
         self._proposed = 0
-        self._restored: dict[str, Any] | None = None
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit" or self.num_proposals == 0:
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        if self.num_proposals == 0:
             return
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
             raise ValueError(
@@ -110,26 +110,22 @@ class EWSG(StepClaimant):
                 "number: set the trainer's accumulate_grad_batches instead"
             )
         refuse_loss_scaler(trainer, "EWSG compares gradients")
-        chains_of(pl_module).claims.claim("choose gradient", self, self._choose)
         self._given_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches *= self.num_proposals + 1
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        self._sampler = module.sampler
-        self._layout = module.chains.layout
-        self._check(trainer, self._sampler)
-        module.chains.accumulation.candidates = self.num_proposals + 1
-        self._parameters = [p for group in self._sampler.param_groups for p in group["params"]]
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        module = run.module
+        self._check_sampler(run.trainer, run.sampler)
+        run.chains.accumulation.candidates = self.num_proposals + 1
+        self._parameters = [p for group in run.sampler.param_groups for p in group["params"]]
         self._sizes = [p.numel() // module.num_chains for p in self._parameters]
         self._has_gradient = [False] * len(self._parameters)
         self._accepted = torch.zeros(module.num_chains, dtype=torch.int64, device=module.device)
         self._each_chain = torch.arange(module.num_chains, device=module.device)
-        if self._restored is not None:
-            self._restore(self._restored)
-            self._restored = None
+        if saved:
+            self._restore(saved)
 
-    def _check(self, trainer: pl.Trainer, sampler: Sampler) -> None:
+    def _check_sampler(self, trainer: pl.Trainer, sampler: Sampler) -> None:
         if self.num_proposals == 0:
             return
         rule = type(sampler).__name__
@@ -154,10 +150,10 @@ class EWSG(StepClaimant):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        chains, sampler = chains_of(pl_module), self._sampler
-        state = chains.accumulation
         if self.num_proposals == 0:
             return
+        chains, sampler = self.run.chains, self.run.sampler
+        state = chains.accumulation
         self._data_so_far += chains.observed.batch_size
         if not state.batch_complete:
             return
@@ -171,8 +167,8 @@ class EWSG(StepClaimant):
             gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
         rows_of(gradients, chains.num_chains, out=row)
         if state.accumulating:  # the last one is reduced by the backward pass itself
-            if self._layout.ranks_per_chain > 1:
-                row.copy_(self._layout.mean_over_data(row))
+            if self.run.layout.ranks_per_chain > 1:
+                row.copy_(self.run.layout.mean_over_data(row))
             pl_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, sampler)
         row.mul_(1 / state.batch_share)
 
@@ -180,7 +176,7 @@ class EWSG(StepClaimant):
         """Return the buffer for the gradient of the next candidate, which has this many data, shape (C, d)."""
         if self._gradients is None:
             first = self._parameters[0]
-            shape = (self.num_proposals + 1, self._layout.num_chains, sum(self._sizes))
+            shape = (self.num_proposals + 1, self.run.layout.num_chains, sum(self._sizes))
             self._gradients = torch.empty(shape, dtype=first.dtype, device=first.device)
         self._filled += 1
         self._data.append(data)
@@ -195,7 +191,7 @@ class EWSG(StepClaimant):
         count = next((place for place, data in enumerate(self._data) if data < self._data[0]), self._filled)
         candidates = self._gradients[:count].transpose(0, 1)
         weights = self._log_weights(candidates)
-        chances = self._log_uniforms(self._sampler.step_count)[:, : count - 1]
+        chances = self._log_uniforms(self.run.sampler.step_count)[:, : count - 1]
         index, accepted = metropolis_index(weights, chances)
         self._accepted += accepted
         self._proposed += chances.numel()
@@ -207,7 +203,7 @@ class EWSG(StepClaimant):
 
     def _log_weights(self, candidates: Tensor) -> Tensor:
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
-        groups = self._sampler.param_groups
+        groups = self.run.sampler.param_groups
         if len(groups) == 1:
             return self._log_weights_of(groups[0], candidates)
         sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
@@ -215,16 +211,16 @@ class EWSG(StepClaimant):
         return functools.reduce(torch.add, (self._log_weights_of(group, part) for group, part in parts))
 
     def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
-        law = self._sampler.law(group)
+        law = self.run.sampler.law(group)
         assert law is not None
         momentum = self._flat_momentum(group, len(gradients)) if self.guess in ("unchanged", "stopped") else None
         return index_log_weights(gradients, momentum, law, self.guess)
 
     def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
-        momenta = self._sampler.momenta(group)
+        momenta = self.run.sampler.momenta(group)
         if momenta is None:
             return None
-        if len(self._sampler.param_groups) > 1:
+        if len(self.run.sampler.param_groups) > 1:
             return rows_of(momenta, chains)
         self._momentum = rows_of(momenta, chains, out=self._momentum)
         return self._momentum
@@ -237,8 +233,8 @@ class EWSG(StepClaimant):
         block, place = divmod(step, STEPS_DRAWN)
         if self._chances is None or self._chances[0] != block:
             rows = []
-            for chain in self._layout.chains:
-                seed = derive_seed(self._sampler.seed, "index chain", chain, block)
+            for chain in self.run.layout.chains:
+                seed = derive_seed(self.run.sampler.seed, "index chain", chain, block)
                 generator = torch.Generator().manual_seed(seed)
                 rows.append(torch.rand(STEPS_DRAWN, self.num_proposals, generator=generator))
             self._chances = (block, sent(exact(torch.stack(rows, 1).log()), self._parameters[0].device))
@@ -262,10 +258,9 @@ class EWSG(StepClaimant):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module = bayesian(pl_module, self)
-        if not is_logged(trainer, module.chains, module.sampler.step_count):
+        if not is_logged(trainer, self.run.chains, self.run.sampler.step_count):
             return
-        log_cost(trainer, module.chains)
+        log_cost(trainer, self.run.chains)
         if self._proposed and self._accepted is not None:
             log_scalars(trainer, {"ewsg/acceptance": self._accepted.sum().item() / self._proposed}, trainer.global_step)
             self._accepted.zero_()
@@ -275,8 +270,7 @@ class EWSG(StepClaimant):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore_accumulation(trainer)
-        self._gradients = self._momentum = self._chances = None
-        self._filled, self._data = 0, []
+        super().teardown(trainer, pl_module, stage)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._restore_accumulation(trainer)  # the candidates may still be saved
@@ -285,12 +279,17 @@ class EWSG(StepClaimant):
         if self._given_accumulation is not None:
             trainer.accumulate_grad_batches, self._given_accumulation = self._given_accumulation, None
 
-    def state_dict(self) -> dict[str, Any]:
+    def end(self) -> None:
+        self._gradients = self._momentum = self._chances = self._accepted = None
+        self._filled, self._data = 0, []
+        self._parameters = []
+
+    def state(self) -> dict[str, Any]:
         if self._accepted is None:
             return {}
         candidates = None
         if self._filled and self._gradients is not None:  # in the middle of a step
-            candidates = self._layout.gather(self._gradients[: self._filled], dim=1).cpu()
+            candidates = self.run.layout.gather(self._gradients[: self._filled], dim=1).cpu()
         return {
             "candidates": candidates,
             "data": list(self._data),
@@ -301,17 +300,12 @@ class EWSG(StepClaimant):
             "num_proposals": self.num_proposals,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
-
     def _restore(self, state: dict[str, Any]) -> None:
         """Restore from a checkpoint's state.
 
         Raises:
             ValueError: if it has another number of proposals, so its batch counts refer to other steps.
         """
-        if not state:
-            return
         if state["num_proposals"] != self.num_proposals:
             raise ValueError(
                 f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: "
@@ -323,6 +317,6 @@ class EWSG(StepClaimant):
         self._data_so_far = state.get("data_so_far", 0)
         if state["candidates"] is not None:
             self._has_gradient = state["has_gradient"]
-            rows = self._layout.own(state["candidates"], dim=1)
+            rows = self.run.layout.own(state["candidates"], dim=1)
             for row, data in zip(rows, state.get("data", [0] * len(rows)), strict=True):
                 self._next_row(data).copy_(row)

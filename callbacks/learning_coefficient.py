@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import Chains
@@ -98,8 +98,6 @@ class LearningCoefficient(SamplerCallback):
     def reset(self) -> None:
         self.result = None
         self._kind: Kind = self.loss
-        self._sampler: Sampler | None = None
-        self._chains: Chains | None = None
         self._centers: dict[str, Tensor] = {}
         self._held: HeldData | None = None
         """The training data of the centre's energy."""
@@ -110,45 +108,43 @@ class LearningCoefficient(SamplerCallback):
         """Step, epoch and batch size of each value."""
         self._step = 0
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            check_centered(bayesian(pl_module, self).prior, "LearningCoefficient")
-            require_schedule(trainer, self)
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        check_centered(module.prior, "LearningCoefficient")
+        require_schedule(trainer, self)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        self._chains, self._sampler = module.chains, module.sampler
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         self._kind = self.loss
-        if self.loss == "own" and not has_fresh_batches(trainer):
+        if self.loss == "own" and not has_fresh_batches(run.trainer):
             self._kind = "step"
             rank_zero_warn(
                 "LearningCoefficient draws random training data at each sample, and this loader allows none: it uses "
                 "the data of the steps instead (loss='step'). Pass one loader with a batch_size and a data set with a "
                 "length."
             )
-        self._step = self._sampler.step_count
-        if self._center is not None:  # of a checkpoint
-            layout = module.chains.layout
-            self._center = layout.own(self._center).to(exact_device(module.device))
-            assert self._trace is not None
-            self._trace = layout.own(self._trace).to(exact_device(module.device))
+        self._step = run.sampler.step_count
+        if saved is None:
+            return
+        self._recorded = [list(row) for row in saved["recorded"]]
+        self._temperature = saved["temperature"]
+        if saved["center"] is not None:
+            own, device = run.layout.own, exact_device(run.module.device)
+            self._center, self._trace = own(saved["center"]).to(device), own(saved["trace"]).to(device)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        sampler, chains = self._sampler, self._chains
-        if sampler is None or chains is None or self._kind != "step" or sampler.step_count == self._step:
+        sampler, chains = self.run.sampler, self.run.chains
+        if self._kind != "step" or sampler.step_count == self._step:
             return  # or an accumulated micro-batch, or a step that the loss scaler skipped
         self._step = sampler.step_count
         if chains.progress.stage is Stage.SAMPLING:
             self._record(trainer, chains, sampler)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
-        sampler, chains = self._sampler, self._chains
-        if sampler is None or chains is None or self._kind == "step" or sampler.step_count == self._step:
+        sampler, chains = self.run.sampler, self.run.chains
+        if self._kind == "step" or sampler.step_count == self._step:
             return  # or a further drawing of the same states
         self._step = sampler.step_count
         self._record(trainer, chains, sampler)
@@ -193,11 +189,11 @@ class LearningCoefficient(SamplerCallback):
     # -- the estimate -------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
+        module, sampler = self.run.module, self.run.sampler
         traces, center = self._gathered()
-        if self._sampler is None or not self._recorded or traces is None or center is None:
+        if not self._recorded or traces is None or center is None:
             return
-        chains, last = module.chains, _temperature_of(self._sampler)
+        chains, last = module.chains, _temperature_of(sampler)
         facts = LocalFacts(
             nbeta=chains.observed.num_data / self._temperature,
             gamma=gamma_of(chains, self._temperature),
@@ -223,31 +219,25 @@ class LearningCoefficient(SamplerCallback):
 
     def _gathered(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the recorded values and the centre's energy of all chains of the run, on the host."""
-        if self._trace is None or self._center is None or self._chains is None:
+        if self._trace is None or self._center is None or self._run is None:
             return self._trace, self._center
-        layout = self._chains.layout
+        layout = self.run.layout
         trace, center = self._trace[:, : len(self._recorded)].contiguous(), self._center
         if self._kind == "step":  # each rank has the losses of its own data
             trace = layout.mean_over_data(trace)
         return layout.gather(trace.cpu()), layout.gather(center.cpu())
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def end(self) -> None:
         """Drop the run; its own values stay, without those of other processes, which may have failed."""
         if self._trace is not None:
             self._trace = self._trace[:, : len(self._recorded)].cpu()
         self._center = None if self._center is None else self._center.cpu()
-        self._sampler = self._chains = self._held = None
+        self._held = None
         self._centers = {}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         trace, center = self._gathered()
         return {
             "trace": None if trace is None else trace[:, : len(self._recorded)].clone(),
@@ -255,11 +245,6 @@ class LearningCoefficient(SamplerCallback):
             "recorded": [list(row) for row in self._recorded],
             "temperature": self._temperature,
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._trace, self._center = state_dict["trace"], state_dict["center"]
-        self._recorded = [list(row) for row in state_dict["recorded"]]
-        self._temperature = state_dict["temperature"]
 
 
 def _temperature_of(sampler: Sampler) -> float:

@@ -4,25 +4,44 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.batches.rows import fault_of_start
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
-from lightning_sgmcmc.callbacks.metropolis_checks import check_run, check_trajectories, warn_of_other_laws
-from lightning_sgmcmc.callbacks.schedule import Schedule, epoch_length, require_schedule, schedule_of
+from lightning_sgmcmc.batches.rows import fault_of_order, fault_of_start, has_short_steps
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, refuse_loss_scaler
+from lightning_sgmcmc.callbacks.schedule import (
+    Schedule,
+    epoch_length,
+    is_optimization,
+    require_schedule,
+    schedule_of,
+)
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
-from lightning_sgmcmc.evaluation.passes import full_energies
+from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.run.loggers import log_scalars
-from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact_device
+
+FOREIGN = {
+    "set controls": "changes the sampled law, and the test is of exp(-U/τ)",
+    "choose gradient": "chooses a step's batch by the state, so a trajectory is not the same backwards",
+    "snapshot gradients": "uses gradients of a snapshot, which a trajectory backwards would not have",
+    "expand samples": "replaces the tested states by draws of its own",
+}
+"""Subjects of callbacks with which a test cannot be combined, and why."""
+
+MOST_STEPS = 1_000_000
+"""Steps of a run for which the schedule is compared with the trajectories."""
 
 
 class MetropolisTest(SamplerCallback):
@@ -82,8 +101,6 @@ class MetropolisTest(SamplerCallback):
         self._step = 0
         """Number of the coming or last step in the schedule, from 1; 0 before it."""
         self._schedule: Schedule | None = None
-        self._chains: Chains | None = None
-        self._sampler: ReversibleLangevin | None = None
         self._trajectory: Trajectory | None = None
         self._energy: tuple[int, Tensor] | None = None
         """N, and U of the chains' states at the last test, shape (C,)."""
@@ -95,9 +112,6 @@ class MetropolisTest(SamplerCallback):
         self._total: Tensor | None = None
         """Sum of min(1, a) in the sampling stage, shape (C,)."""
         self._sampling_tests = 0
-        self._restored: dict[str, Any] | None = None
-        self._kept: dict[str, Any] | None = None
-        """The state at an exception, with which the run may still be saved."""
 
     @property
     def acceptance_rate(self) -> Tensor | None:
@@ -106,16 +120,12 @@ class MetropolisTest(SamplerCallback):
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         require_schedule(trainer, self)
         refuse_loss_scaler(trainer, "MetropolisTest adds up the work of the gradients")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        sampler, schedule = module.sampler, schedule_of(trainer)
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        trainer, module, sampler, schedule = run.trainer, run.module, run.sampler, schedule_of(run.trainer)
         assert schedule is not None
         if not isinstance(sampler, ReversibleLangevin):
             raise ValueError(
@@ -123,18 +133,16 @@ class MetropolisTest(SamplerCallback):
                 "sampler=AMAGOLD or sampler=GGMC"
             )
         self._steps = self.every_n_steps or epoch_length(trainer)
-        check_run(trainer, module, sampler, self._steps)
+        check_run(trainer, module, self._steps)
         if not is_trial(trainer):
             check_trajectories(trainer, module, sampler, schedule, self._steps)
         warn_of_other_laws(trainer, module)
-        self._chains, self._sampler, self._schedule = module.chains, sampler, schedule
-        self._trajectory = Trajectory(sampler)
+        self._schedule, self._trajectory = schedule, Trajectory(sampler)
         zeros = torch.zeros(module.num_chains, 2, dtype=torch.float64, device=exact_device(module.device))
         self._sums, self._total = zeros, zeros[:, 0].clone()
-        if self._restored is not None:
-            self._continue(self._restored, module.chains, module.device)
+        if saved is not None:
+            self._continue(saved, run.chains, module.device)
             self._held = held_data(trainer)  # data that change during a run are part of the checkpoint
-            self._restored = None
 
     def memory(self, sizes: ChainSizes) -> int:
         return 2 * sizes.parameters  # a trajectory's start, with its momenta
@@ -147,9 +155,8 @@ class MetropolisTest(SamplerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        trajectory, sampler, chains = self._trajectory, self._sampler, self._chains
-        if trajectory is None or sampler is None or chains is None:
-            return
+        trajectory, sampler, chains = self._trajectory, self.run.sampler, self.run.chains
+        assert trajectory is not None
         self._step = sampler.step_count + 1 - chains.progress.warm_steps
         position = (self._step - 1) % self._steps
         begins = position == 0 and self._step > 0 and batch_idx % trainer.accumulate_grad_batches == 0
@@ -182,8 +189,10 @@ class MetropolisTest(SamplerCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        trajectory, schedule, chains = self._trajectory, self._schedule, self._chains
-        if trajectory is None or schedule is None or chains is None or not trajectory.is_on:
+        trajectory, schedule, chains = self._trajectory, self._schedule, self.run.chains
+        assert trajectory is not None
+        assert schedule is not None
+        if not trajectory.is_on:
             return
         if self._step % self._steps or not schedule.has_stepped(pl_module):
             return
@@ -195,10 +204,9 @@ class MetropolisTest(SamplerCallback):
 
     def _log_uniforms(self, chains: Chains) -> Tensor:
         """Return the logarithm of a uniform number for each chain, functions of (seed, chain, step), shape (C,)."""
-        assert self._sampler is not None
-        drawn = []
+        sampler, drawn = self.run.sampler, []
         for chain in chains.layout.chains:
-            seed = derive_seed(self._sampler.seed, "metropolis", chain, self._sampler.step_count)
+            seed = derive_seed(sampler.seed, "metropolis", chain, sampler.step_count)
             drawn.append(torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
         return torch.stack(drawn).log().to(exact_device(chains.model.device))
 
@@ -225,10 +233,10 @@ class MetropolisTest(SamplerCallback):
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        rates, chains = self.acceptance_rate, self._chains
-        if rates is None or chains is None or is_trial(trainer) or is_probe(trainer):
+        rates = self.acceptance_rate
+        if rates is None or is_trial(trainer) or is_probe(trainer):
             return
-        rates = chains.layout.gather(rates)
+        rates = self.run.layout.gather(rates)
         worst = int(rates.argmin())
         if rates[worst] < SELDOM_ACCEPTED:
             rank_zero_warn(
@@ -237,32 +245,22 @@ class MetropolisTest(SamplerCallback):
                 "WarmStart, since a chain that starts far from the posterior is rejected too."
             )
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        chains = self._chains
-        self._kept = None if chains is None or chains.layout.is_spread else self.state_dict()
-        self._release()
-
-    def _release(self) -> None:
-        """Drop the run, so that module and callback can be copied and pickled; the rates stay."""
+    def end(self) -> None:
+        """Leave the trajectory; the rates stay."""
         if self._trajectory is not None:
             self._trajectory.leave()
         if self._total is not None:
             self._total = self._total.cpu()
-        self._sampler = self._chains = self._schedule = self._trajectory = self._energy = self._sums = None
-        self._held = None
+        self._schedule = self._trajectory = self._energy = self._sums = self._held = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the counts of the tests, and of an unfinished trajectory its start, of all chains of the run."""
-        if self._kept is not None:
-            return self._kept
-        chains, trajectory, sampler = self._chains, self._trajectory, self._sampler
+        trajectory = self._trajectory
         state: dict[str, Any] = {"tests": self._tests, "sampling_tests": self._sampling_tests}
-        if chains is None or trajectory is None or sampler is None or self._sums is None or self._total is None:
+        if trajectory is None or self._sums is None or self._total is None:
             return state
-        layout = chains.layout
+        layout, sampler = self.run.layout, self.run.sampler
+        assert isinstance(sampler, ReversibleLangevin)
         state |= {"sums": layout.gather(self._sums.cpu()), "total": layout.gather(self._total.cpu())}
         if self._energy is not None:
             state["energy"] = (self._energy[0], layout.gather(self._energy[1].cpu()))
@@ -271,9 +269,6 @@ class MetropolisTest(SamplerCallback):
             state["start_energy"] = layout.gather(trajectory.energy.cpu())
             state["start"] = [layout.gather_stored(tensor.cpu()) for tensor in trajectory.tensors()]
         return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
 
     def _continue(self, saved: dict[str, Any], chains: Chains, device: torch.device) -> None:
         """Continue from a checkpoint, in the middle of a trajectory too."""
@@ -291,3 +286,104 @@ class MetropolisTest(SamplerCallback):
             assert self._trajectory is not None
             start = [layout.own_stored(tensor).to(device, copy=True) for tensor in saved["start"]]
             self._trajectory.restore(start, own(saved["start_energy"]), own(saved["work"]))
+
+
+# -- what makes the law exact ----------------------------------------------------------------------------------------
+
+
+def check_run(trainer: pl.Trainer, module: BayesianModule, steps: int) -> None:
+    """Raise for a run whose law a test of trajectories cannot make exact.
+
+
+    Raises:
+        ValueError: see `MetropolisTest`.
+    """
+    if steps == 0:
+        raise ValueError(
+            "the training loader has no length, so a trajectory of an epoch has no known steps: pass every_n_steps"
+        )
+    if is_optimization(trainer, module):
+        raise ValueError("MetropolisTest needs a temperature above 0: at 0 there is no law to be exact about")
+    if isinstance(module.prior, HierarchicalPrior):
+        raise ValueError(
+            "HierarchicalPrior draws its scales between steps, so U changes within a trajectory: use GaussianPrior"
+        )
+    if trainer.lr_scheduler_configs:
+        scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
+        raise ValueError(f"{scheduler} changes the step size within trajectories of MetropolisTest: remove it")
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+        raise ValueError(
+            "GradientAccumulationScheduler changes the data of a step, so a trajectory is not the same backwards: set "
+            "the trainer's accumulate_grad_batches instead"
+        )
+    for subject, reason in FOREIGN.items():
+        holder = module.chains.claims.holder(subject)
+        if holder is not None:
+            name = type(holder).__name__
+            raise ValueError(f"MetropolisTest and {name} cannot be combined: {name} {reason}; remove one of them")
+
+
+def check_trajectories(
+    trainer: pl.Trainer, module: BayesianModule, sampler: ReversibleLangevin, schedule: Schedule, steps: int
+) -> None:
+    """Raise for trajectories that do not move, or that the batches or the schedule make unlike their reverse.
+
+
+    Raises:
+        ValueError: with the reason and the remedy.
+    """
+    if steps < sampler.least_steps:
+        raise ValueError(
+            f"a trajectory of {steps} step does not move with {type(sampler).__name__}: pass every_n_steps of "
+            f"at least {sampler.least_steps}, or use sampler=AMAGOLD"
+        )
+    length = fit_steps(trainer) - module.chains.progress.warm_steps
+    fault = fault_of_order(trainer, steps) or fault_of_schedule(schedule, steps, length)
+    if fault is not None:
+        raise ValueError(f"the trajectories of MetropolisTest must be as likely backwards, but {fault}")
+
+
+def warn_of_other_laws(trainer: pl.Trainer, module: BayesianModule) -> None:
+    """Warn of a network or of batches with which the tested law is another one, or not quite exact."""
+    if is_probe(trainer):
+        return
+    if differs_in_training(module):
+        rank_zero_warn(
+            "MetropolisTest computes energies in evaluation mode, so with dropout the law is that of the network "
+            "without it, and few trajectories are accepted; with BatchNorm, whose statistics change within a "
+            "trajectory, the law is not exact: use other layers, or module.eval() for BatchNorm."
+        )
+    if has_short_steps(trainer):
+        rank_zero_warn(
+            "The last step of an epoch has fewer data than the others, so trajectories are not quite the same "
+            "backwards, and the law of MetropolisTest is not quite exact: pass drop_last=True, or a batch_size "
+            "that divides the data."
+        )
+
+
+def fault_of_schedule(schedule: Schedule, trajectory: int, steps: float) -> str | None:
+    """Return why a schedule does not fit trajectories, and the remedy; None if it does.
+
+    Args:
+        schedule: the run's, laid out.
+        trajectory: K, steps of a trajectory.
+        steps: steps of the schedule.
+    """
+    held: Any = None
+    for step in range(1, int(min(steps, MOST_STEPS)) + 1):
+        lr_factor, temperature, _, temperature_factor = schedule.controls(step)
+        now = temperature if temperature == 0 else (lr_factor, temperature, temperature_factor)
+        if step % trajectory == 1 or trajectory == 1:
+            held = now
+        elif now != held:
+            return (
+                f"{type(schedule).__name__} changes the step size or the temperature with step {step}, within a "
+                f"trajectory of {trajectory} steps: keep them constant (SamplingSchedule), and let stages end with "
+                "trajectories"
+            )
+        if step % trajectory and schedule.draws(step):
+            return (
+                f"{type(schedule).__name__} draws a sample at step {step}, within a trajectory of {trajectory} steps: "
+                f"let draws be multiples of {trajectory} steps apart, after as many of burn-in, or pass every_n_steps"
+            )
+    return None

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
@@ -32,7 +32,6 @@ from lightning_sgmcmc.run.loggers import (
 )
 from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import mean_of
 
 OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")
@@ -145,30 +144,31 @@ class PosteriorDashboard(SamplerCallback):
 
     # -- the scalars --------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        self._sampler: Sampler = module.sampler
-        self._chains = module.chains
-        self._last_step = self._sampler.step_count
-        self._interval = log_interval(trainer)
-        self._folder = _folder(trainer)
-        self._traced = traced_weights(module)
-        self._prior_norm = prior_norm(module.chains)
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            self.history.load_state_dict(saved["history"])
+            self._drawn_samples = self.history.samples.seen
+        self._last_step = run.sampler.step_count
+        self._interval = log_interval(run.trainer)
+        self._folder = _folder(run.trainer)
+        self._traced = traced_weights(run.module)
+        self._prior_norm = prior_norm(run.chains)
         own = [PRIOR_NORM] if self._prior_norm is not None else []
-        if self._chains.observed.num_data > 1:  # an analytic density has no data
+        if run.chains.observed.num_data > 1:  # an analytic density has no data
             own.append(NLL)
         self.history.trace([*self._traced, *own, CYCLE])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = self._sampler.step_count
+        run = self.run
+        step = run.sampler.step_count
         if step == self._last_step or (step != 1 and step % self._interval):
             return
         self._last_step = step
-        group, progress = self._sampler.param_groups[0], self._chains.progress
+        group, progress = run.sampler.param_groups[0], run.chains.progress
         controls = [mean_of(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
-        observed, gather = self._chains.observed, self._chains.layout.gather
+        observed, gather = run.chains.observed, run.layout.gather
         energies, log_priors = gather(observed.energy), gather(observed.log_prior.reshape(-1))
         weights = (weight[index] for weight, index in self._traced.values())
         on_device = [energies.mean(), log_priors.mean(), *weights]
@@ -192,7 +192,7 @@ class PosteriorDashboard(SamplerCallback):
         if self._prior_norm is not None:
             scalars["sampler/prior_norm"] = traces[len(self._traced)]
         if progress.warm_lr is None:
-            scalars |= named_step_sizes(self._sampler)
+            scalars |= named_step_sizes(run.sampler)
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:
@@ -224,12 +224,12 @@ class PosteriorDashboard(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # Before the next step, when collector and evaluator have seen the sample, whatever their order.
-        if not self._due and self._chains.progress.cycle == self._cycle:
+        if not self._due and self.run.chains.progress.cycle == self._cycle:
             return
         ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
-        if self._due or (ended and self._chains.progress.cycle != self._cycle):
+        if self._due or (ended and self.run.chains.progress.cycle != self._cycle):
             self._draw(trainer, bayesian(pl_module, self), "val", self._sample_step)
-        self._cycle = self._chains.progress.cycle
+        self._cycle = self.run.chains.progress.cycle
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step, self.for_print)
@@ -345,12 +345,11 @@ class PosteriorDashboard(SamplerCallback):
                 rank_zero_warn(f"PosteriorDashboard could not draw '{part}' ({reason}); the run continues without it.")
             self._warned |= {part, reason}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history.state_dict()}
+    def end(self) -> None:
+        self._traced, self._drawing = {}, None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history.load_state_dict(state_dict["history"])
-        self._drawn_samples = self.history.samples.seen
+    def state(self) -> dict[str, Any]:
+        return {"history": self.history.state_dict()}
 
 
 def _folder(trainer: pl.Trainer) -> Path | None:

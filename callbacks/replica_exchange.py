@@ -1,7 +1,7 @@
 """Replica exchange under a trainer: reSGLD, reSGHMC and their relatives, from any sampler."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -9,14 +9,14 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import training_rows
-from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
-from lightning_sgmcmc.callbacks.schedule import schedule_of
+from lightning_sgmcmc.callbacks.base import Run, StepClaimant
+from lightning_sgmcmc.callbacks.schedule import target_of
 from lightning_sgmcmc.chains.callback import Place, SampledChains
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
+from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import as_rows, exact, exact_device, sent
@@ -70,6 +70,11 @@ class ReplicaExchange(StepClaimant):
     changes_chain = True
     place = Place.CHAIN
     setting = "replica_exchange"
+    claims: ClassVar[Mapping[str, str | None]] = {
+        "set controls": "_set_controls",
+        "chain temperatures": None,
+        "prepare samples": "_name_chains",
+    }
 
     def __init__(
         self,
@@ -124,13 +129,8 @@ class ReplicaExchange(StepClaimant):
         """Attempts and swaps of each pair since the last log, shape (2, R-1)."""
         self._base: list[tuple[Control, Control]] = []
         self._hook: Any = None
-        self._restored: dict[str, Any] | None = None
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        module = bayesian(pl_module, self)
-        if stage != "fit":
-            return
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         chains, slots = layout_of(trainer, module.num_chains).total_chains, len(self.temperatures)
         if chains % slots:
             raise ValueError(
@@ -138,18 +138,13 @@ class ReplicaExchange(StepClaimant):
                 f"num_chains={slots}, or a multiple of it"
             )
         self._warn_of_other_laws()
-        claims = module.chains.claims
-        claims.claim("set controls", self, self._set_controls)
-        claims.claim("chain temperatures", self)
-        claims.claim("prepare samples", self, self._name_chains)
         for name in ("temperature", "lr"):
             if isinstance(getattr(module, name), tuple | list):
                 raise ValueError(
                     f"ReplicaExchange sets each chain's {name} by its slot: pass one {name} to the module, and the "
                     f"ladder's in {name}s"
                 )
-        own = getattr(schedule_of(trainer), "temperature", None)
-        if (own if own is not None else module.temperature) == 0:
+        if target_of(trainer, module) == 0:
             raise ValueError("ReplicaExchange needs a temperature above 0: at 0 all slots are the same")
 
     def _warn_of_other_laws(self) -> None:
@@ -164,30 +159,26 @@ class ReplicaExchange(StepClaimant):
         if not self.include_prior:
             rank_zero_info("ReplicaExchange swaps by energies without the prior, so its samples are only approximate")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = self._module = bayesian(pl_module, self)
-        device = exact_device(module.device)
-        self._sampler: Sampler = module.sampler
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        device, slots, chains = exact_device(run.module.device), len(self.temperatures), run.layout.total_chains
         self._slots = {
             "temperature": torch.tensor(self.temperatures, device=device),
             "lr": torch.tensor(self.lrs, device=device),
         }
-        chains = module.chains.layout.total_chains
-        self._order = torch.arange(chains, device=device).view(-1, len(self.temperatures))
-        self._tried = [attempted_pairs(attempt, len(self.temperatures)).to(device) for attempt in range(2)]
-        self._tally = torch.zeros(2, len(self.temperatures) - 1, device=device)
-        if self._restored is not None:
-            self._attempts = self._restored["attempts"]
-            self._order = self._restored["order"].to(device)
-            self._tally = self._restored["tally"].to(device)
-            self._variance = self._restored_variance(self._restored["variance"], device)
-            self._restored = None
-            if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
+        self._order = torch.arange(chains, device=device).view(-1, slots)
+        self._tried = [attempted_pairs(attempt, slots).to(device) for attempt in range(2)]
+        self._tally = torch.zeros(2, slots - 1, device=device)
+        if saved is not None:
+            self._attempts = saved["attempts"]
+            self._order = saved["order"].to(device)
+            self._tally = saved["tally"].to(device)
+            self._variance = self._restored_variance(saved["variance"], device)
+            if self._order.shape != (chains // slots, slots):
                 raise ValueError("the checkpoint has another ladder of temperatures: resume with the same one")
-        module.chains.observed.keeps_each = self.noise_variance is None
-        self._replacement = training_rows(trainer).replacement
+        run.chains.observed.keeps_each = self.noise_variance is None
+        self._replacement = training_rows(run.trainer).replacement
         # Schedules continue from the run's own controls, so the slots' controls apply only during an update.
-        self._hook = self._sampler.register_step_post_hook(self._restore_controls)
+        self._hook = run.sampler.register_step_post_hook(self._restore_controls)
 
     def _restored_variance(self, saved: Tensor | None, device: torch.device) -> Tensor | None:
         if saved is None:
@@ -206,7 +197,7 @@ class ReplicaExchange(StepClaimant):
 
     def _set_controls(self, trainer: pl.Trainer) -> None:
         """Attempt swaps, and set each chain's temperature and step size to its slot's for this update."""
-        sampler = self._sampler
+        sampler = self.run.sampler
         temperature = sampler.param_groups[0]["temperature"]
         if not (isinstance(temperature, Tensor) or temperature > 0):
             return
@@ -226,17 +217,17 @@ class ReplicaExchange(StepClaimant):
         assert self._order is not None
         slots = torch.arange(self._order.shape[1], device=self._order.device).expand_as(self._order)
         of_chain = torch.empty_like(slots.flatten()).scatter_(0, self._order.flatten(), slots.flatten())
-        return self._module.chains.layout.own(of_chain)
+        return self.run.chains.layout.own(of_chain)
 
     def _controls(self, group: dict[str, Any], slots: Tensor) -> dict[str, Control]:
-        device = self._module.device
+        device = self.run.module.device
         return {name: group[name] * sent(self._slots[name][slots], device) for name in ("lr", "temperature")}
 
     def _exchange(self, temperature: Control) -> None:
         """Swap chains between neighbouring slots; all processes draw the same numbers, without synchronization."""
         assert self._order is not None
         assert self._tally is not None
-        layout, observed = self._module.chains.layout, self._module.chains.observed
+        layout, observed = self.run.chains.layout, self.run.chains.observed
         energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
         variance = self._known_variance()
@@ -259,7 +250,7 @@ class ReplicaExchange(StepClaimant):
         if self._chances is None or self._chances[0] != block:
             rows = []
             for attempt in range(block * ATTEMPTS_DRAWN, (block + 1) * ATTEMPTS_DRAWN):
-                generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", attempt))
+                generator = torch.Generator().manual_seed(derive_seed(self.run.sampler.seed, "exchange", attempt))
                 rows.append(torch.rand(ladders, slots - 1, generator=generator))
             self._chances = (block, sent(torch.stack(rows).log(), device))
         return self._chances[1][place]
@@ -269,7 +260,7 @@ class ReplicaExchange(StepClaimant):
         if self.noise_variance is not None:
             return self.noise_variance
         assert self._order is not None
-        module, observed = self._module, self._module.chains.observed
+        module, observed = self.run.module, self.run.chains.observed
         each = observed.log_likelihood
         assert each is not None
         each = as_rows(exact(each), module.num_chains)
@@ -288,15 +279,15 @@ class ReplicaExchange(StepClaimant):
         return self._variance
 
     def _rescale_momenta(self, group: dict[str, Any], old: dict[str, Control], new: dict[str, Control]) -> None:
-        laws = [self._sampler.law(dict(group) | controls) for controls in (old, new)]
+        laws = [self.run.sampler.law(dict(group) | controls) for controls in (old, new)]
         variances = [None if law is None else law.momentum_variance() for law in laws]
         if variances[0] is None or variances[1] is None:
             return
-        self._sampler.rescale_momenta(group, torch.as_tensor(variances[1] / variances[0]).sqrt())
+        self.run.sampler.rescale_momenta(group, torch.as_tensor(variances[1] / variances[0]).sqrt())
 
     def _restore_controls(self, *args: Any) -> None:
         """Restore the run's own controls in the parameter groups, after an update."""
-        for group, (lr, temperature) in zip(self._sampler.param_groups, self._base, strict=False):
+        for group, (lr, temperature) in zip(self.run.sampler.param_groups, self._base, strict=False):
             group["lr"], group["temperature"] = lr, temperature
         self._base = []
 
@@ -304,7 +295,7 @@ class ReplicaExchange(StepClaimant):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._tally is not None
-        if not is_logged(trainer, self._module.chains, self._module.sampler.step_count):
+        if not is_logged(trainer, self.run.chains, self.run.sampler.step_count):
             return
         tried, accepted = self._tally.tolist()
         pairs = enumerate(zip(tried, accepted, strict=True))
@@ -325,30 +316,18 @@ class ReplicaExchange(StepClaimant):
         for ladder, row in enumerate(self._order.tolist()):
             for slot, chain in enumerate(row):
                 labels[chain] = ladder * slots + slot
-        tags = self._module.chains.tags
+        tags = self.run.chains.tags
         tags.labels = labels
         tags.sampled = {label for label in labels if label % slots < self.sampled_slots}
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release()
+    def end(self) -> None:
+        self._hook.remove()
+        self._hook = self._chances = None
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        """Drop the run, so that module and callback can be copied and pickled."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = self._chances = None
-            self._module.chains.claims.release(self)
-
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {
             "attempts": self._attempts,
             "order": None if self._order is None else self._order.cpu(),
             "tally": None if self._tally is None else self._tally.cpu(),
             "variance": None if self._variance is None else self._variance.cpu(),
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict

@@ -1,4 +1,4 @@
-"""Base class of schedules: when to draw samples, and with which controls."""
+"""Schedules: when to draw samples, and with which controls."""
 
 import math
 from collections.abc import Mapping
@@ -8,16 +8,18 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback
 from lightning_sgmcmc.chains.callback import Place, PlannedSchedule
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.ranks import pass_on
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
+from lightning_sgmcmc.schedules import Annealing, CyclicalPlan, PolynomialDecay
 
 
 class StepControls(NamedTuple):
@@ -55,7 +57,7 @@ class RunLength(NamedTuple):
 class FirstStage(SamplerCallback):
     """Base class of a stage of the run before its schedule begins; a run has at most one."""
 
-    def begin(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def enter(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         """Set `module.chains.progress.warm_steps`, the steps after which the schedule begins; repeated calls do
         nothing."""
         raise NotImplementedError
@@ -88,7 +90,6 @@ class Schedule(SamplerCallback):
     temperature: float | None = None
     """τ of the target; None uses the module's."""
 
-    _sampler: Sampler
     _first_stage: FirstStage | None = None
     _saved_warm_steps: int = 0
     _step: int = 0
@@ -107,11 +108,11 @@ class Schedule(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self._is_set_up = True
         schedules = [c for c in callbacks_of(trainer) if isinstance(c, Schedule)]
         if len(schedules) > 1:
             names = " and ".join(type(c).__name__ for c in schedules)
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
-        self._is_set_up = True
 
     def lay_out(self, length: RunLength) -> None:
         """Compute the parts that depend on the run's length.
@@ -136,7 +137,7 @@ class Schedule(SamplerCallback):
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         """Lay the schedule out over the run, before the first step."""
-        lr, progress = self._sampler.param_groups[0]["initial_lr"], module.chains.progress
+        lr, progress = self.run.sampler.param_groups[0]["initial_lr"], module.chains.progress
         self._saved_warm_steps = progress.warm_steps
         steps = fit_steps(trainer) - progress.warm_steps
         self._planned = steps if hasattr(self, "_length") else math.inf
@@ -151,12 +152,12 @@ class Schedule(SamplerCallback):
         """Raise for a sampler without a step at temperature 0 in a schedule that begins there."""
         own = self.controls(1).temperature
         temperature = self._target_temperature if own is None else own
-        if not self._sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
-            raise ValueError(NO_COLD_LIMIT.format(type(self._sampler).__name__))
+        if not self.run.sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
+            raise ValueError(NO_COLD_LIMIT.format(type(self.run.sampler).__name__))
 
     def _check_burn_in(self) -> None:
         """Raise for a sampler that is to be frozen before it has seen a gradient."""
-        sampler = self._sampler
+        sampler = self.run.sampler
         if not isinstance(sampler, PreconditionedSampler) or not sampler.needs_burn_in:
             return
         if self.controls(1).stage is Stage.SAMPLING:
@@ -190,16 +191,17 @@ class Schedule(SamplerCallback):
     def as_schedule(self) -> PlannedSchedule:
         return self
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
-        self._sampler = module.sampler
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        trainer, module = run.trainer, run.module
+        if saved is not None:
+            self._saved_warm_steps = saved.get("warm_steps", 0)  # version 0.1.0 has none
         if self.sets_lr and trainer.lr_scheduler_configs:
             scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
             raise ValueError(
                 f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them (the schedules' "
                 "own ways are CyclicalSchedule and SamplingSchedule(lr_decay=…) or lr_annealing=…)"
             )
-        for group in self._sampler.param_groups:
+        for group in self.run.sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__
         self._first_stage = begin_first_stage(trainer, module)
@@ -218,7 +220,7 @@ class Schedule(SamplerCallback):
 
     def _continue_after_warm_start(self, module: BayesianModule) -> None:
         """Count from the end of the checkpoint's warm start, in a run without that callback."""
-        if self._saved_warm_steps > self._sampler.step_count:
+        if self._saved_warm_steps > self.run.sampler.step_count:
             raise ValueError(
                 f"the checkpoint is in the middle of a WarmStart of {self._saved_warm_steps} steps, and this run has "
                 "none: add the same WarmStart to the trainer's callbacks"
@@ -231,7 +233,7 @@ class Schedule(SamplerCallback):
         module: BayesianModule = pl_module  # type: ignore[assignment]
         if self._first_stage is not None:
             self._first_stage.advance(trainer, module, batch_idx)
-        self._step = self._sampler.step_count + 1 - module.chains.progress.warm_steps
+        self._step = self.run.sampler.step_count + 1 - module.chains.progress.warm_steps
         if self._step > self._planned:
             self._planned = math.inf
             rank_zero_warn(
@@ -239,7 +241,7 @@ class Schedule(SamplerCallback):
                 "epochs have become longer or max_epochs was raised: pass max_steps to plan for the whole run."
             )
         if self._step > 0:
-            self.apply(self._step, module, self._sampler)
+            self.apply(self._step, module, self.run.sampler)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.has_stepped(pl_module) and self.draws(self._step):
@@ -251,23 +253,287 @@ class Schedule(SamplerCallback):
         Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
         """
         warm_steps = chains_of(module).progress.warm_steps
-        return self._step > 0 and self._sampler.step_count == self._step + warm_steps
+        return self._step > 0 and self.run.sampler.step_count == self._step + warm_steps
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {"warm_steps": self._saved_warm_steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved_warm_steps = state_dict.get("warm_steps", 0)  # version 0.1.0 has none
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         pass_on(trainer, exception)  # the process that started the ranks has only the user's callbacks
+
+
+class SamplingSchedule(Schedule):
+    """One burn-in stage, then a sample at regular intervals of steps or epochs.
+
+    The step size is the module's, decays as a·(b+k)^-γ, or is divided by a constant every epoch; the temperature may be
+    divided likewise. Without `lr_decay` and `lr_annealing` torch's schedulers may set the step size.
+
+    Args:
+        burn_in_steps: optimizer steps before the first interval of `every_n_steps`.
+        burn_in_epochs: the same in epochs; pass at most one of the two.
+        every_n_steps: optimizer steps between samples.
+        every_n_epochs: the same in epochs; pass exactly one of the two.
+        burn_in_temperature: τ during burn-in (0 optimizes first); None uses the target's.
+        temperature: τ of the target; None uses the module's.
+        lr_decay: polynomial decay of the step size; parameter groups keep their ratios to the first.
+        lr_annealing: divisor of the step size at every epoch.
+        temperature_annealing: divisor of the temperature at every epoch.
+
+    Raises:
+        ValueError: for an argument out of range or a contradiction; at the start of the fit, if no sample would be
+            drawn, or if epochs are requested and have no known length.
+
+    Source: Welling & Teh 2011; Deng et al. 2020 (CSGLD), section 4.2.
+    """
+
+    def __init__(
+        self,
+        burn_in_steps: int | None = None,
+        burn_in_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        burn_in_temperature: float | None = None,
+        temperature: float | None = None,
+        lr_decay: PolynomialDecay | None = None,
+        lr_annealing: Annealing | None = None,
+        temperature_annealing: Annealing | None = None,
+    ) -> None:
+        if (every_n_steps is None) == (every_n_epochs is None):
+            raise ValueError("pass exactly one of every_n_steps and every_n_epochs")
+        if burn_in_steps is not None and burn_in_epochs is not None:
+            raise ValueError("pass one of burn_in_steps and burn_in_epochs, not both")
+        if lr_decay is not None and lr_annealing is not None:
+            raise ValueError("pass one of lr_decay and lr_annealing, not both")
+        for name, value, least in (
+            ("burn_in_steps", burn_in_steps, 0),
+            ("burn_in_epochs", burn_in_epochs, 0),
+            ("every_n_steps", every_n_steps, 1),
+            ("every_n_epochs", every_n_epochs, 1),
+        ):
+            check_count(name, value, least)
+        check_number("burn_in_temperature", burn_in_temperature)
+        check_number("temperature", temperature)
+        check_kind("lr_decay", lr_decay, PolynomialDecay)
+        check_kind("lr_annealing", lr_annealing, Annealing)
+        check_kind("temperature_annealing", temperature_annealing, Annealing)
+        self.burn_in_steps = burn_in_steps
+        self.burn_in_epochs = burn_in_epochs
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.burn_in_temperature = burn_in_temperature
+        self.temperature = temperature
+        self.lr_decay = lr_decay
+        self.lr_annealing = lr_annealing
+        self.temperature_annealing = temperature_annealing
+        self._burn_in = 0
+        self._every = 1
+        self._steps_per_epoch = 0
+        self._first_lr: Control = 1.0
+        self._largest_lr = 1.0
+
+    @property
+    def sets_lr(self) -> bool:  # type: ignore[override]
+        return self.lr_decay is not None or self.lr_annealing is not None
+
+    def lay_out(self, length: RunLength) -> None:
+        by_epoch = self.burn_in_epochs or self.every_n_epochs or self.lr_annealing or self.temperature_annealing
+        if by_epoch and length.steps_per_epoch == 0:
+            raise ValueError(
+                "the training loader has no length, so epochs cannot be counted in steps: pass steps instead"
+            )
+        self._steps_per_epoch = length.steps_per_epoch
+        self._first_lr, self._largest_lr = length.lr, float(torch.as_tensor(length.lr).max())
+        if self.lr_decay is not None and self._largest_lr == 0:
+            raise ValueError("lr_decay sets step sizes in proportion to the first one, which is 0: pass a positive lr")
+        self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * length.steps_per_epoch
+        self._every = self.every_n_steps or (self.every_n_epochs or 0) * length.steps_per_epoch
+        if length.is_trial:
+            self._burn_in, self._every = 0, 1
+        if self._burn_in + self._every > length.steps:
+            raise ValueError(
+                f"no sample would be drawn: the run has {length.steps} steps, the first sample comes after "
+                f"{self._burn_in} of burn-in and {self._every} more"
+            )
+
+    @property
+    def first_sample(self) -> int:
+        return self._burn_in + self._every
+
+    def controls(self, step: int) -> StepControls:
+        epoch = (step - 1) // self._steps_per_epoch if self._steps_per_epoch else 0
+        burning_in = step <= self._burn_in
+        cold = burning_in and self.burn_in_temperature is not None
+        lr_factor = 1.0
+        if self.lr_decay is not None:
+            lr_factor = self.lr_decay(step) / self._largest_lr
+        elif self.lr_annealing is not None:
+            lr_factor = self.lr_annealing.factor(epoch)
+        return StepControls(
+            lr_factor,
+            self.burn_in_temperature if cold else self.temperature,
+            Stage.BURN_IN if burning_in else Stage.SAMPLING,
+            1.0 if self.temperature_annealing is None else self.temperature_annealing.factor(epoch),
+        )
+
+    def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
+        if self.lr_decay is None:
+            return super()._lr(group, step, controls)
+        return self.lr_decay(step) * (group["initial_lr"] / self._first_lr)  # type: ignore[no-any-return]
+
+    def draws(self, step: int) -> bool:
+        return step > self._burn_in and (step - self._burn_in) % self._every == 0
+
+
+class CyclicalSchedule(Schedule):
+    """Cycles of exploration and sampling with a cosine step size (cSGLD, cSGHMC; any sampler).
+
+        lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, ⌈K/M⌉)/⌈K/M⌉
+
+    lr_0 is each parameter group's own lr, K the run's optimizer steps. While r(k) < β the temperature is 0; then it
+    is the target's, and samples are drawn, evenly spaced up to the cycle's end. With `temperature=0` it yields
+    Snapshot ensembles.
+
+    Args:
+        num_cycles: M.
+        exploration: β in [0, 1), the share of a cycle without noise.
+        samples_per_cycle: samples drawn in each cycle.
+        temperature: τ of the sampling stage; None uses the module's.
+
+    Raises:
+        ValueError: for an argument out of range; at the start of the fit, if the run has no end or its cycles are too
+            short for their samples.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
+
+    Example::
+
+        trainer = pl.Trainer(max_epochs=200, callbacks=[CyclicalSchedule(num_cycles=4, exploration=0.8)])
+    """
+
+    def __init__(
+        self,
+        num_cycles: int = 4,
+        exploration: float = 0.8,
+        samples_per_cycle: int = 3,
+        temperature: float | None = None,
+    ) -> None:
+        check_count("num_cycles", num_cycles, optional=False)
+        check_within("exploration", exploration, "[0, 1)")
+        check_count("samples_per_cycle", samples_per_cycle, optional=False)
+        check_number("temperature", temperature)
+        self.num_cycles = num_cycles
+        self.exploration = exploration
+        self.samples_per_cycle = samples_per_cycle
+        self.temperature = temperature
+        self._plan: CyclicalPlan | None = None
+        self._sample_steps: frozenset[int] = frozenset()
+        self._length = PlannedLength(
+            "CyclicalSchedule",
+            before=f"its {num_cycles} cycles over {{steps}} steps are complete, so the last samples would be missing",
+            planned="cycles were",
+            ends="cycles end",
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self._length.steps = None
+
+    def lay_out(self, length: RunLength) -> None:
+        total = self._length.steps_of(length)
+        if length.is_trial:
+            self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
+        else:
+            self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
+        self._sample_steps = frozenset(self._plan.sample_steps())
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            self._length.steps = saved["total_steps"]
+        super().begin(run, saved)
+        self._length.begin(run.trainer)
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        super().plan(trainer, module)
+        module.chains.progress.num_cycles = self.laid_out.num_cycles
+
+    @property
+    def laid_out(self) -> CyclicalPlan:
+        """The cycles over the run's length."""
+        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
+        return self._plan
+
+    @property
+    def first_sample(self) -> int:
+        return min(self._sample_steps)
+
+    def controls(self, step: int) -> StepControls:
+        plan = self.laid_out
+        exploring = plan.is_exploration(step)
+        stage = Stage.EXPLORATION if exploring else Stage.SAMPLING
+        return StepControls(plan.lr_factor(step), 0.0 if exploring else self.temperature, stage)
+
+    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+        super().apply(step, module, sampler)
+        module.chains.progress.cycle = self.laid_out.cycle_of(step)
+
+    def draws(self, step: int) -> bool:
+        return step in self._sample_steps
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"total_steps": self._length.steps}
+
+
+class PlannedLength:
+    """The optimizer steps of a run, remembered in its checkpoints.
+
+    Args:
+        name: of the schedule, for messages.
+        before: what a run that ends early misses, for messages; "{steps}" is the number of steps.
+        planned: what the length determines, for messages: subject and verb.
+        ends: what ends elsewhere in a run of another length, for messages: subject and verb.
+    """
+
+    def __init__(
+        self, name: str, before: str | None = None, planned: str | None = None, ends: str = "step size ends"
+    ) -> None:
+        last = f"its last step, {{steps}}, after which {name} draws its samples, so they would be missing"
+        self._name, self._before = name, before or last
+        self._planned, self._ends = planned or f"{name} was", ends
+        self.steps: int | None = None
+        """Those of the checkpoint, and then of the run."""
+
+    def steps_of(self, length: RunLength) -> int:
+        """Return the schedule's number of steps.
+
+        Raises:
+            ValueError: if the run has no end.
+        """
+        if not math.isfinite(length.steps):
+            raise ValueError(
+                f"{self._name} needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
+                "has a length"
+            )
+        return int(length.steps)
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Warn if the run may end early, or if its length is not the checkpoint's."""
+        total, enders = int(fit_steps(trainer)), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
+        ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
+        if ender is not None:
+            rank_zero_warn(f"{type(ender).__name__} may end the run before {self._before.format(steps=total)}.")
+        if self.steps not in (None, total):
+            rank_zero_warn(
+                f"The checkpoint's {self._planned} planned for {self.steps} steps, this run has {total}, so its "
+                f"{self._ends} elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
+            )
+        self.steps = total
 
 
 def begin_first_stage(trainer: pl.Trainer, module: BayesianModule) -> FirstStage | None:
     """Begin the run's first stage, if it has one, and return it."""
     stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
     if stage is not None:
-        stage.begin(trainer, module)
+        stage.enter(trainer, module)
     return stage
 
 
@@ -281,9 +547,15 @@ def is_warming_up(trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -
 
 def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:
     """Return whether a run collects its states at temperature 0, so that they are not samples of a posterior."""
-    own = getattr(schedule_of(trainer), "temperature", None)
-    temperature = module.temperature if own is None else own
+    temperature = target_of(trainer, module)
     return temperature == 0 or (isinstance(temperature, tuple) and not any(temperature))
+
+
+def target_of(trainer: pl.Trainer, module: BayesianModule) -> float | tuple[float, ...]:
+    """Return the target's temperature, or that of each chain: the schedule's, else the module's."""
+    schedule = schedule_of(trainer)
+    own = None if schedule is None else schedule.temperature
+    return module.temperature if own is None else own
 
 
 def epoch_length(trainer: pl.Trainer) -> int:

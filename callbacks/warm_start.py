@@ -1,17 +1,16 @@
 """A warm start: the chains are optimized before they sample."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
-from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.callbacks.base import Run, bayesian
 from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, schedule_of
 from lightning_sgmcmc.chains.callback import Place
-from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
@@ -63,6 +62,7 @@ class WarmStart(FirstStage):
     changes_chain = True
     place = Place.FIRST_STAGE
     setting = "warm_start"
+    claims: ClassVar[Mapping[str, str | None]] = {"draw momenta": "_draw_momenta"}
 
     def __init__(
         self,
@@ -92,30 +92,27 @@ class WarmStart(FirstStage):
     def reset(self) -> None:
         self._planned = 0
         """Steps of the warm start without early stopping."""
-        self._begun = self._ended = self._draws_momenta = False
-        self._module: BayesianModule | None = None
+        self._ended = self._draws_momenta = False
         self._optimizers: ChainOptimizers | None = None
         self._best: BestStates | None = None
-        self._restored: dict[str, Any] | None = None
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            chains_of(pl_module).claims.claim("draw momenta", self, self._draw_momenta)
+    def enter(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        if self._run is None:
+            super().on_train_start(trainer, module)
 
-    def begin(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        if self._begun:
-            return
-        self._module, sampler = module, module.sampler
-        self._check_run(trainer, sampler)
-        self._planned = self._length(trainer)
-        saved, self._restored = self._restored or {}, None
-        progress = module.chains.progress
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.enter(trainer, bayesian(pl_module, self))
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        module, sampler = run.module, run.sampler
+        self._check_run(run.trainer, sampler, saved)
+        self._planned = self._length(run.trainer)
+        saved = saved or {}
+        progress = run.chains.progress
         progress.warm_steps = saved.get("warm_steps", self._planned)
-        self._draws_momenta = saved.get("draws_momenta", False)
-        self._begun, self._ended = True, saved.get("ended", False)
+        self._draws_momenta, self._ended = saved.get("draws_momenta", False), saved.get("ended", False)
         if self._ended:
             return
         progress.stage, progress.warm_lr = Stage.WARM_START, self.lr
@@ -129,11 +126,8 @@ class WarmStart(FirstStage):
             self._load_chains([saved["chains"][chain] for chain in module.chains.layout.chains])
         sampler.stand_in = self._update
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.begin(trainer, bayesian(pl_module, self))
-
-    def _check_run(self, trainer: pl.Trainer, sampler: Sampler) -> None:
-        if self._restored is None and sampler.step_count > 0:
+    def _check_run(self, trainer: pl.Trainer, sampler: Sampler, saved: dict[str, Any] | None) -> None:
+        if saved is None and sampler.step_count > 0:
             raise ValueError(
                 f"the checkpoint's run has no WarmStart, and its chains have made {sampler.step_count} steps: remove "
                 "WarmStart, or begin a new run with chain_start=[…]"
@@ -171,38 +165,37 @@ class WarmStart(FirstStage):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.advance(trainer, bayesian(pl_module, self), batch_idx)
-        if not self._ended and self._module is not None:
-            self._module.sampler.set_control("temperature", 0.0)
+        self.advance(trainer, self.run.module, batch_idx)
+        if not self._ended:
+            self.run.sampler.set_control("temperature", 0.0)
 
     def _update(self) -> None:
         """Make the optimizers' step instead of the sampler's."""
-        assert self._module is not None
         assert self._optimizers is not None
         factor = 1.0
         if self.lr_schedule == "cosine":
-            factor = cyclical_lr_factor(self._module.sampler.step_count + 1, self._planned)
-        self._module.chains.progress.warm_lr = self.lr * factor
+            factor = cyclical_lr_factor(self.run.sampler.step_count + 1, self._planned)
+        self.run.chains.progress.warm_lr = self.lr * factor
         self._optimizers.step(self._active, factor)
 
     @property
     def _active(self) -> list[int]:
         """Indices of this process's chains that have not stopped."""
-        assert self._module is not None
-        return list(range(self._module.num_chains)) if self._best is None else self._best.active
+        return list(range(self.run.module.num_chains)) if self._best is None else self._best.active
 
     # -- early stopping -----------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._watches(trainer) and self._module is not None and self._best is not None:
-            self._module.chains.observed.validation.clear()
-            for chain in set(range(self._module.num_chains)).difference(self._best.active):
+        if self._watches(trainer) and self._best is not None:
+            self.run.chains.observed.validation.clear()
+            for chain in set(range(self.run.module.num_chains)).difference(self._best.active):
                 self._best.restore(chain)  # its buffers may have changed, since it still sees batches
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module, best = self._module, self._best
-        if not self._watches(trainer) or module is None or best is None:
+        best = self._best
+        if not self._watches(trainer) or best is None:
             return
+        module = self.run.module
         seen, layout = module.chains.observed.validation, module.chains.layout
         if seen.total is None:
             raise RuntimeError(
@@ -256,27 +249,26 @@ class WarmStart(FirstStage):
 
     def _draw_momenta(self, trainer: pl.Trainer) -> None:
         """Draw the momenta of the sampler's first step, when its controls are known."""
-        if self._draws_momenta and self._module is not None:
+        if self._draws_momenta:
             self._draws_momenta = False
-            self._module.sampler.draw_momenta()
+            self.run.sampler.draw_momenta()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.advance(trainer, bayesian(pl_module, self), 0)
+        self.advance(trainer, self.run.module, 0)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        module = self._module
-        if stage != "fit" or module is None:
-            return
-        if self._ended or not module.chains.layout.is_spread:  # the state can be saved after the fit as well
-            self._restored = self.state_dict()
-        self._module = self._optimizers = self._best = None
+    def end(self) -> None:
+        self.run.sampler.stand_in = self._optimizers = self._best = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        module, optimizers = self._module, self._optimizers
-        if module is None:
-            return self._restored or {}
+    @property
+    def saves_alone(self) -> bool:
+        return self._ended or super().saves_alone
+
+    def state(self) -> dict[str, Any]:
+        if self._run is None:
+            return {}
+        module, optimizers = self.run.module, self._optimizers
         state = {
             "warm_steps": module.chains.progress.warm_steps,
             "ended": self._ended,
@@ -290,9 +282,6 @@ class WarmStart(FirstStage):
     def _state_of(self, optimizers: ChainOptimizers, chain: int) -> dict[str, Any]:
         watched = {} if self._best is None else self._best.state_dict(chain)
         return {"optimizer": optimizers.state_dict(chain)} | watched
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
 
     def _load_chains(self, states: list[dict[str, Any]]) -> None:
         assert self._optimizers is not None

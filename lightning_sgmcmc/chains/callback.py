@@ -122,13 +122,16 @@ class RunCallback(pl.Callback):
         """Return the bytes of what it keeps during a fit, of all chains of this process."""
         return 0
 
-    def gradients(self, cost: RunCost) -> int | None:
+    def added_gradients(self, cost: RunCost) -> int | None:
         """Return the per-datum gradients of each chain that it adds to a run's; None if unknown."""
         return 0
 
     def plan_note(self) -> str | None:
         """Return a sentence on what the plan of a run leaves out because of it, None for nothing."""
         return None
+
+    def release(self, failed: bool = False) -> None:
+        """Drop the fit; called after its last hook, and after an error when the run's state has been saved."""
 
     def as_schedule(self) -> PlannedSchedule | None:
         """Return the callback if it is the run's schedule."""

@@ -354,7 +354,7 @@ def _evaluations(trainer: pl.Trainer, module: ChainModel) -> int | None:
         if length is not None:
             data = round(epochs * min(length, batches * size * ranks))  # the last batch may be smaller
     for callback in declared(trainer):
-        more = callback.gradients(RunCost(data, epochs, module.chains.observed.num_data))
+        more = callback.added_gradients(RunCost(data, epochs, module.chains.observed.num_data))
         if more is None:
             return None
         data += more

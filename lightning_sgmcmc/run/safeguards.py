@@ -40,7 +40,7 @@ from lightning_sgmcmc.run.growth import StreamShares, begin_stream, follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.ranks import Interruption, RankWatch, watch_ranks
-from lightning_sgmcmc.run.trainer import callbacks_of, is_finished, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, declared, is_finished, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact
@@ -492,6 +492,8 @@ class Safeguards(RunCallback):
         restore(trainer)
         self._interruption.save(trainer, exception)
         self._end_watch(well=False)
+        for callback in declared(trainer):
+            callback.release(failed=True)  # Lightning calls no other hook of them
         self._end(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks.learning_coefficient import LearningCoefficient
-from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
+from lightning_sgmcmc.callbacks.schedule import SamplingSchedule
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.evaluation.passes import Kind

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ContourGradient, MetropolisTest, SamplerCallback
 from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling
-from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
-from lightning_sgmcmc.callbacks.schedule import FirstStage, RunLength, Schedule, StepControls, epoch_length, schedule_of
+from lightning_sgmcmc.callbacks.schedule import (
+    FirstStage,
+    RunLength,
+    SamplingSchedule,
+    Schedule,
+    StepControls,
+    epoch_length,
+    schedule_of,
+)
 from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy

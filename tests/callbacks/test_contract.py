@@ -6,9 +6,10 @@ import inspect
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -48,7 +49,9 @@ from lightning_sgmcmc.callbacks import (
     VarianceReducedEnergy,
     WarmStart,
 )
+from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.samplers import Sampler
 from tests.support.comparisons import assert_same, differences
 from tests.support.problems import Data, Net
 from tests.support.small_run import loader
@@ -239,22 +242,77 @@ def check_copies(module: Net, callback: pl.Callback) -> None:
 
 def test_module_and_callback_can_be_copied_after_a_fit(case: Case) -> None:
     run = whole_of(case)
+    assert_nothing_is_held(run.callback)
     check_copies(run.module, run.callback)
 
 
+def reachable(thing: Any, seen: set[int], path: str) -> Iterator[str]:
+    """Yield the places at which an object holds a part of a fit."""
+    if id(thing) in seen or isinstance(thing, type | Tensor | str | int | float | torch.dtype | ModuleType):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, OF_A_FIT):
+        yield f"{path}: {type(thing).__name__}"
+        return
+    inner: list[Any] = []
+    if isinstance(thing, Mapping):
+        inner = [*thing.items()]
+    elif isinstance(thing, list | tuple | set | frozenset):
+        inner = [*enumerate(thing)]
+    elif isinstance(thing, FunctionType):
+        inner = [("closure", cell.cell_contents) for cell in thing.__closure__ or ()]
+    elif isinstance(thing, MethodType):
+        inner = [("self", thing.__self__)]
+    inner += getattr(thing, "__dict__", {}).items()
+    for name, part in inner:
+        yield from reachable(part, seen, f"{path}.{name}")
+
+
+OF_A_FIT = (pl.Trainer, pl.LightningModule, Chains, Sampler, pl.strategies.Strategy)
+POSTERIOR = {"SampleCollector"}
+"""What provides samples after the fit has the network that they are of."""
+
+
+def assert_nothing_is_held(callback: pl.Callback) -> None:
+    if type(callback).__name__ not in POSTERIOR:
+        assert list(reachable(callback, set(), type(callback).__name__)) == []
+
+
 class Fail(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-        self.module = pl_module
-        if trainer.global_step == 7:
-            raise KeyError("the user's own mistake")
+    """Ends a fit in one of its hooks."""
+
+    def __init__(self, hook: str = "on_train_batch_end", error: type[BaseException] = KeyError) -> None:
+        self.error = error
+
+        def fail(trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            self.module = pl_module
+            if trainer.global_step == 7 or hook in ("setup", "on_fit_start", "on_train_start"):
+                raise error("the user's own mistake")
+
+        vars(self)[hook] = fail
 
 
 def test_after_an_exception_they_can_be_copied_and_fitted_again(case: Case, tmp_path: Path) -> None:
     callback, fail = case.make(), Fail()
     with pytest.raises(KeyError, match="the user's own mistake"):
         fit(case, tmp_path / "failed", callback, extra=[fail])
+    assert_nothing_is_held(callback)
     check_copies(fail.module, callback)
     assert_same_samples(whole_of(case), fit(case, tmp_path / "again", callback))
+
+
+HOOKS = ("on_train_start", "on_before_optimizer_step", "on_train_batch_start")
+
+
+@pytest.mark.by_default("EWSG", "ContourGradient-", "WarmStart", "CovarianceFriction")
+@pytest.mark.parametrize(("hook", "error"), [*((hook, KeyError) for hook in HOOKS), (HOOKS[1], KeyboardInterrupt)])
+def test_nothing_is_held_however_a_fit_ends(case: Case, hook: str, error: Any, tmp_path: Path) -> None:
+    """After an error in any hook, and after Ctrl-C."""
+    callback, fail = case.make(), Fail(hook, error)
+    with pytest.raises((error, SystemExit)):
+        fit(case, tmp_path / "failed", callback, extra=[fail])
+    assert_nothing_is_held(callback)
+    check_copies(fail.module, callback)
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------

@@ -65,6 +65,49 @@ def test_mistakes(options: list[str], words: str, capsys: pytest.CaptureFixture[
     assert not RUNS.exists()
 
 
+RECIPES = sorted(Path(RECIPE).parent.glob("*.yaml"))
+CONFIGURATIONS = [path for path in RECIPES if "\ntrainer:" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_every_configuration_of_the_project_samples_by_itself(path: Path) -> None:
+    """What changes the chain is replaced, so that no two callbacks claim the same part of a step."""
+    main(["fit", "--config", str(path), "--auto", "--trainer.fast_dev_run=true", "--trainer.enable_progress_bar=false"])
+
+
+def test_other_yaml_files_of_recipes_are_refused_before_anything_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path.cwd().rglob("*"))
+    for path in [path for path in RECIPES if path not in CONFIGURATIONS][::5]:
+        with pytest.raises((SystemExit, Mistake)):
+            main(["fit", "--config", str(path), "--auto"])
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1, path
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ("EWSG", None),
+        ("ControlVariates", None),
+        ("MCDropout", "--auto and MCDropout cannot be combined: both replace a sample by draws of their own; remove"),
+    ],
+)
+def test_callbacks_that_change_the_chain_are_left_out_or_refused(
+    added: str, words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load(Path(RECIPE).read_text())
+    config["trainer"]["callbacks"].append({"class_path": f"lightning_sgmcmc.callbacks.{added}"})
+    Path("own.yaml").write_text(yaml.safe_dump(config))
+    command = ["fit", "--config", "own.yaml", "--auto", "--trainer.fast_dev_run=true"]
+    if words is None:
+        main(command)
+        return
+    with pytest.raises((SystemExit, Mistake)):
+        main(command)
+    assert words in capsys.readouterr().err
+    assert not RUNS.exists()
+
+
 @pytest.mark.slow
 def test_baselines_have_the_cost_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """`sgd` and `ensemble` are rows of results.json, each a run of its own with as many gradients as the run."""
