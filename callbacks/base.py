@@ -149,8 +149,9 @@ class SamplerCallback(RunCallback):
         except Exception:
             if not failed:
                 raise
-        self.end()
-        self._run = None
+        finally:
+            self.end()
+            self._run = None
 
     @property
     def saves_alone(self) -> bool:

@@ -21,7 +21,7 @@ from lightning_sgmcmc.callbacks.schedule import (
     require_schedule,
 )
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
-from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.execution import MASK_SEED, dropout_layers
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -350,7 +350,7 @@ class SWAG(Schedule):
         stage = Stage.SAMPLING if self.laid_out.is_collecting(step) else Stage.EXPLORATION
         return StepControls(self.laid_out.lr_factor_of(step), 0.0, stage)
 
-    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+    def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
         super().apply(step, module, sampler)
         module.chains.progress.cycle = self.laid_out.cycle_of(step)
 

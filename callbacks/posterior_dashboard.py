@@ -145,9 +145,6 @@ class PosteriorDashboard(SamplerCallback):
     # -- the scalars --------------------------------------------------------------------------------------------------
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
-        if saved is not None:
-            self.history.load_state_dict(saved["history"])
-            self._drawn_samples = self.history.samples.seen
         self._last_step = run.sampler.step_count
         self._interval = log_interval(run.trainer)
         self._folder = _folder(run.trainer)
@@ -350,6 +347,10 @@ class PosteriorDashboard(SamplerCallback):
 
     def state(self) -> dict[str, Any]:
         return {"history": self.history.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history.load_state_dict(state_dict["history"])  # a test from a checkpoint shows it too
+        self._drawn_samples = self.history.samples.seen
 
 
 def _folder(trainer: pl.Trainer) -> Path | None:

@@ -321,7 +321,8 @@ class ReplicaExchange(StepClaimant):
         tags.sampled = {label for label in labels if label % slots < self.sampled_slots}
 
     def end(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         self._hook = self._chances = None
 
     def state(self) -> dict[str, Any]:

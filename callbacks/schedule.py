@@ -8,9 +8,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, bayesian
 from lightning_sgmcmc.chains.callback import Place, PlannedSchedule
-from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
 from lightning_sgmcmc.module import BayesianModule
@@ -107,12 +107,13 @@ class Schedule(SamplerCallback):
         self._saved_warm_steps = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        self._is_set_up = True
+        bayesian(pl_module, self)
         schedules = [c for c in callbacks_of(trainer) if isinstance(c, Schedule)]
         if len(schedules) > 1:
             names = " and ".join(type(c).__name__ for c in schedules)
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
+        self._is_set_up = True
+        super().setup(trainer, pl_module, stage)
 
     def lay_out(self, length: RunLength) -> None:
         """Compute the parts that depend on the run's length.
@@ -168,7 +169,7 @@ class Schedule(SamplerCallback):
                 f"CyclicalSchedule(exploration=…)), or pass adapt='always'"
             )
 
-    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+    def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
         """Set the controls for step k."""
         controls = self.controls(step)
         temperature = self._target_temperature if controls.temperature is None else controls.temperature
@@ -472,7 +473,7 @@ class CyclicalSchedule(Schedule):
         stage = Stage.EXPLORATION if exploring else Stage.SAMPLING
         return StepControls(plan.lr_factor(step), 0.0 if exploring else self.temperature, stage)
 
-    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+    def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
         super().apply(step, module, sampler)
         module.chains.progress.cycle = self.laid_out.cycle_of(step)
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import pytorch_lightning as pl
 
+from lightning_sgmcmc.chains.chains import ChainModel
+
 
 class Place(IntEnum):
     """Where a callback runs: after those of the places before it, whose results of a step or of a fit it uses."""
@@ -26,7 +28,7 @@ class Place(IntEnum):
 class PlannedSchedule(Protocol):
     """The part of a schedule that a plan of the run needs; see `lightning_sgmcmc.callbacks.schedule.Schedule`."""
 
-    def apply(self, step: int, module: Any, sampler: Any) -> None:
+    def apply(self, step: int, module: ChainModel, sampler: Any) -> None:
         """Set the controls for step k on a sampler's parameter groups."""
 
     def draws(self, step: int) -> bool:

@@ -21,6 +21,7 @@ from lightning_sgmcmc.callbacks.schedule import (
     epoch_length,
     schedule_of,
 )
+from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy
@@ -188,13 +189,14 @@ class Energies(SamplerCallback):
         self._stages: list[Stage] = []
         self._step = 0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step == self._step:
             return
-        self._step, seen = trainer.global_step, pl_module.chains.observed
+        chains = chains_of(pl_module)
+        self._step, seen = trainer.global_step, chains.observed
         self._total.append(seen.energy.detach())
         self._likelihood.append((seen.energy + seen.log_prior.reshape(-1)).detach())
-        self._stages.append(pl_module.chains.progress.stage)
+        self._stages.append(chains.progress.stage)
 
     def of(self, *stages: Stage) -> Tensor:
         """Return Ũ of the steps of some stages (of all without any), shape (n, C), on the CPU."""
@@ -212,8 +214,8 @@ class Energies(SamplerCallback):
 class HotMomenta(SamplerCallback):
     """Begins with momenta of their law, since they take long to heat up, and a test rejects few cold ones."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.sampler.draw_momenta()
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        sampler_of(pl_module).draw_momenta()
 
 
 class ShortRuns:
