@@ -1,7 +1,8 @@
 """Analytic target densities: energies, gradients, modes and moments, as ground truth for samplers.
 
 A target is `p(x) ∝ exp(-U(x)/τ)` of x in d dimensions (one or two). Energies and gradients are closed formulas of the
-coordinates, along any leading axes, so that thousands of chains are computed at once.
+coordinates, along any leading axes, so that thousands of chains are computed at once. `TargetModule` has a
+target as its energy, for `Trainer.fit`.
 """
 
 import functools
@@ -285,7 +286,7 @@ class CosineTarget(Target):
         return torch.cartesian_prod(axis, axis)
 
 
-# -- a target for `Trainer.fit`, with any callback ------------------------------------------------------------------
+# -- a target for `Trainer.fit`, with any callback --------------------------------------------------------------------
 
 
 class TargetModule(BayesianModule):
