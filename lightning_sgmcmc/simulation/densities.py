@@ -186,7 +186,9 @@ def simulate(
 
     Example::
 
-        run = simulate(GaussianMixture.two_modes(), lr=0.1, num_steps=10_000, num_chains=100, keep_every=100)
+        from lightning_sgmcmc.simulation import GaussianMixture, simulate
+
+        run = simulate(GaussianMixture.two_modes(), lr=0.1, num_steps=500, num_chains=100, keep_every=100)
         run.positions.mean((0, 1))
     """
     for name, count, least in (("num_steps", num_steps, 1), ("num_chains", num_chains, 1)):

@@ -115,6 +115,9 @@ def sample_sum(
 
     Example::
 
+        from lightning_sgmcmc.samplers import SGLD
+        from lightning_sgmcmc.simulation import GaussianSum, UniformGradient, sample_sum
+
         run = sample_sum(GaussianSum(torch.randn(100, 2)), SGLD, UniformGradient(10), lr=1e-3, num_steps=500)
         run.last.mean(0)
     """
