@@ -98,6 +98,7 @@ class LightLoop:
         self.group = group
         self.normals = normals
         self.parts = parts
+        self._after = [part for part in parts if type(part).after is not StepPart.after]
         self.count = 0
         """Steps made."""
         self._length = block_length
@@ -124,13 +125,17 @@ class LightLoop:
     def run(self, normals: tuple[Tensor, ...], *numbers: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Make a block's steps, given the noise and the numbers of each part."""
         step = Step(self.place, dict(self.group) if self._copies_group else self.group)
+        compiling = torch.compiler.is_compiling()
+        rows: Sequence[Sequence[Sequence[Tensor] | Tensor]] = numbers
+        if not compiling:  # one view at a time takes longer
+            rows = [[one.unbind() for one in own] for own in numbers]
         for k, noise in enumerate(normals[0]):
-            for part, own in zip(self.parts, numbers, strict=True):
+            for part, own in zip(self.parts, rows, strict=True):
                 part.before(step, *(one[k] for one in own))
             # A compiled block leaves its inputs as they are.
-            drawn = [one.clone() if torch.compiler.is_compiling() else one for one in noise]
+            drawn = [one.clone() if compiling else one for one in noise]
             self.rule.update(step.group, [self.place], [step.gradient], drawn or None)
-            for part in self.parts:
+            for part in self._after:
                 part.after(step)
         return {name: torch.stack(rows) for name, rows in step.traces.items()}
 
