@@ -1,6 +1,5 @@
 """Arrays, lists and frames of numbers as tensors, whatever their strides, byte order and type."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,9 @@ def as_tensor(name: str, values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values
     if is_table(values):
-        table = torch.as_tensor(np.stack([column for _, column in numbers_of(name, as_frame(values))], 1))
+        frame = as_frame(values)
+        columns = [column_numbers(name, column, frame[column]) for column in frame.columns]
+        table = torch.as_tensor(np.stack(columns, 1))
         return table if is_frame(values) else table[:, 0]
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(f"{name} has masked values, which are no numbers: fill them in, or leave out their rows")
@@ -78,12 +79,6 @@ def _of_numbers(name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and array.max() >= 2**63:
         raise TypeError(f"{name} has integers of 2**63 and more, which torch has not: scale them in advance")
     return array
-
-
-def numbers_of(name: str, frame: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yield the name and the numbers of each column of a frame, float64 (n,); missing ones are NaN."""
-    for column in frame.columns:
-        yield column, column_numbers(name, column, frame[column])
 
 
 def column_numbers(name: str, column: Any, series: Any) -> np.ndarray:
