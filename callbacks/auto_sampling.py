@@ -372,9 +372,6 @@ class RunBudget:
 
     Args:
         text: a number with s, m or h, such as "10m"; None leaves the trainer's length.
-
-    Raises:
-        ValueError: for another text.
     """
 
     def __init__(self, text: str | None) -> None:

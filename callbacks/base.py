@@ -178,11 +178,7 @@ class StepClaimant(SamplerCallback):
 
 
 def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModule:
-    """Return the module, typed as a `BayesianModule`.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return the module, typed as a `BayesianModule`."""
     if is_of_other_namespace(module):
         raise TypeError(
             f"{type(module).__name__} comes from lightning.pytorch, but {type(callback).__name__} from "
@@ -197,15 +193,7 @@ def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModul
 
 
 def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
-    """Raise for a run with a loss scaler.
-
-    Args:
-        trainer: the run's.
-        why: how the callback uses gradients, the beginning of the message.
-
-    Raises:
-        ValueError: if the run has one.
-    """
+    """Raise for a run with a loss scaler."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f"{why}, but a loss scaler rescales them and makes some infinite: use "

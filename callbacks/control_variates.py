@@ -33,11 +33,7 @@ class SnapshotCallback(SamplerCallback):
     Args:
         start_epoch: first epoch, from 0, with a snapshot.
         every_n_epochs: q.
-        energy: whether energies are corrected.
         gradients: whether gradients at θ_q are computed.
-
-    Raises:
-        ValueError: for an argument out of range; at setup, for gradients under a loss scaler.
     """
 
     changes_chain = True

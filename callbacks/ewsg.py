@@ -301,11 +301,7 @@ class EWSG(StepClaimant):
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Restore from a checkpoint's state.
-
-        Raises:
-            ValueError: if it has another number of proposals, so its batch counts refer to other steps.
-        """
+        """Restore from a checkpoint's state."""
         if state["num_proposals"] != self.num_proposals:
             raise ValueError(
                 f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: "

@@ -248,11 +248,7 @@ class LearningCoefficient(SamplerCallback):
 
 
 def _temperature_of(sampler: Sampler) -> float:
-    """Return τ of the last step.
-
-    Raises:
-        ValueError: if it is 0, or chains have several.
-    """
+    """Return τ of the last step."""
     temperatures = exact(sampler.param_groups[0]["temperature"]).reshape(-1)
     first = float(temperatures[0])
     if first <= 0 or bool((temperatures != first).any()):

@@ -292,12 +292,7 @@ class MetropolisTest(SamplerCallback):
 
 
 def check_run(trainer: pl.Trainer, module: BayesianModule, steps: int) -> None:
-    """Raise for a run whose law a test of trajectories cannot make exact.
-
-
-    Raises:
-        ValueError: see `MetropolisTest`.
-    """
+    """Raise for a run whose law a test of trajectories cannot make exact."""
     if steps == 0:
         raise ValueError(
             "the training loader has no length, so a trajectory of an epoch has no known steps: pass every_n_steps"
@@ -326,12 +321,7 @@ def check_run(trainer: pl.Trainer, module: BayesianModule, steps: int) -> None:
 def check_trajectories(
     trainer: pl.Trainer, module: BayesianModule, sampler: ReversibleLangevin, schedule: Schedule, steps: int
 ) -> None:
-    """Raise for trajectories that do not move, or that the batches or the schedule make unlike their reverse.
-
-
-    Raises:
-        ValueError: with the reason and the remedy.
-    """
+    """Raise for trajectories that do not move, or that the batches or the schedule make unlike their reverse."""
     if steps < sampler.least_steps:
         raise ValueError(
             f"a trajectory of {steps} step does not move with {type(sampler).__name__}: pass every_n_steps of "
@@ -365,9 +355,7 @@ def fault_of_schedule(schedule: Schedule, trajectory: int, steps: float) -> str 
     """Return why a schedule does not fit trajectories, and the remedy; None if it does.
 
     Args:
-        schedule: the run's, laid out.
         trajectory: K, steps of a trajectory.
-        steps: steps of the schedule.
     """
     held: Any = None
     for step in range(1, int(min(steps, MOST_STEPS)) + 1):

@@ -488,10 +488,7 @@ class PlannedLength:
     """The optimizer steps of a run, remembered in its checkpoints.
 
     Args:
-        name: of the schedule, for messages.
         before: what a run that ends early misses, for messages; "{steps}" is the number of steps.
-        planned: what the length determines, for messages: subject and verb.
-        ends: what ends elsewhere in a run of another length, for messages: subject and verb.
     """
 
     def __init__(
@@ -504,11 +501,7 @@ class PlannedLength:
         """Those of the checkpoint, and then of the run."""
 
     def steps_of(self, length: RunLength) -> int:
-        """Return the schedule's number of steps.
-
-        Raises:
-            ValueError: if the run has no end.
-        """
+        """Return the schedule's number of steps."""
         if not math.isfinite(length.steps):
             raise ValueError(
                 f"{self._name} needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
@@ -571,11 +564,7 @@ def schedule_of(trainer: pl.Trainer) -> Schedule | None:
 
 
 def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
-    """Raise for a run that would never draw a sample.
-
-    Raises:
-        ValueError: if the trainer has no schedule.
-    """
+    """Raise for a run that would never draw a sample."""
     if schedule_of(trainer) is None:
         raise ValueError(
             f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which "

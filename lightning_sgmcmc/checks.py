@@ -82,9 +82,6 @@ def is_of_other_namespace(value: Any) -> bool:
 def names_other_lightning(*modules: str) -> bool:
     """Return whether one of the modules, or the main program, imports from `lightning` and not from
     `pytorch_lightning`.
-
-    Args:
-        modules: names of the modules that use this library.
     """
     if "lightning.pytorch" not in sys.modules:
         return False
@@ -152,13 +149,7 @@ def similar(name: str, known: Iterable[str]) -> str:
 
 
 def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError if an argument's name is unknown.
-
-    Args:
-        owner: the class that has the arguments.
-        given: the names that were passed.
-        known: those that it has.
-    """
+    """Raise TypeError if an argument's name is unknown."""
     for name in given:
         if name not in known:
             raise TypeError(f"{owner} has no argument {name!r}{similar(name, known)}")

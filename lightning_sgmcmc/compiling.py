@@ -17,22 +17,13 @@ Compile = bool | Literal["auto"]
 
 
 def check_compile(value: Any) -> None:
-    """Raise unless `value` is True, False or "auto".
-
-    Raises:
-        TypeError: naming the argument and its value.
-    """
+    """Raise unless `value` is True, False or "auto"."""
     if not isinstance(value, bool) and value != "auto":
         raise TypeError(f"compile must be True, False or 'auto', got {value!r} of type {type(value).__name__}")
 
 
 def is_compiled(choice: Compile, device: torch.device) -> bool:
-    """Return whether a function on a device is to be compiled; "auto" warns if it cannot be.
-
-    Args:
-        choice: True, False or "auto".
-        device: of the function's tensors.
-    """
+    """Return whether a function on a device is to be compiled; "auto" warns if it cannot be."""
     if choice != "auto":
         return choice
     if device.type != "cuda":
@@ -70,12 +61,7 @@ def compiled_if_possible(
     with the forward pass and not at its first use, where nothing could be done about a failure.
 
     Args:
-        what: the function's name in messages.
-        function: the function.
-        remedy: what leaves the compilation out.
-        needed: raise what the compiler raises instead.
         varies: the place of the only argument whose shapes vary; None for all.
-        options: those of `torch.compile`.
     """
     present: Callable[..., Result] = torch.compile(function, **options)
     shapes = Shapes(what)
@@ -117,11 +103,7 @@ def _backward_at_once() -> AbstractContextManager[Any]:
 
 
 class Shapes:
-    """The shapes that a compiled function has met: it is compiled once for each, up to a limit of torch.
-
-    Args:
-        what: the function's name in messages.
-    """
+    """The shapes that a compiled function has met: it is compiled once for each, up to a limit of torch."""
 
     def __init__(self, what: str) -> None:
         self._what = what

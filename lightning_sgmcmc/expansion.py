@@ -194,8 +194,6 @@ def collapsed(tensors: Mapping[str, Tensor], module: nn.Module, num_chains: int 
     """Return tensors by name with the product of each expanded weight instead of its factors, in the plain order.
 
     Args:
-        tensors: a module's parameters by name.
-        module: the module.
         num_chains: C; with more than one, the tensors have a leading chain axis.
     """
     expansions = [expansion for expansion in expansions_of(module) if expansion.factors[0] in tensors]

@@ -57,16 +57,7 @@ def is_remote(path: object) -> bool:
 
 
 def local_path(path: str | Path, argument: str, remedy: str) -> Path:
-    """Return the absolute path of a file or folder on a local disk.
-
-    Args:
-        path: a path, or a local address (`file:///…`).
-        argument: its name, for the message.
-        remedy: what to do if it is elsewhere.
-
-    Raises:
-        ValueError: if it is the address of something else.
-    """
+    """Return the absolute path of a file or folder on a local disk."""
     if is_remote(path):
         raise ValueError(f"{argument}={str(path)!r} is not on a local disk, where samples are kept: {remedy}")
     return plain_path(path).absolute()
@@ -91,11 +82,7 @@ def check_regular(path: Path, limit: int | None = None) -> None:
     Folders that come from elsewhere can hold links to other files, and pipes or devices that never end.
 
     Args:
-        path: the file.
         limit: its largest size, in bytes.
-
-    Raises:
-        OSError: if not.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -113,12 +100,7 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON document that may come from anywhere.
-
-    Raises:
-        ValueError: in one sentence, if it is none, is nested too deeply, or has an integer of more than 64 bits, which
-            neither a tensor nor a float may hold.
-    """
+    """Return the value of a JSON document that may come from anywhere."""
     try:
         return json.loads(content, parse_int=_parse_integer)
     except RecursionError:
@@ -137,10 +119,6 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
     Args:
         path: the file; its folder must exist.
         content: the bytes to write.
-        durable: whether to flush file and folder to the disk, so that the file survives a power failure.
-
-    Raises:
-        OSError: if it cannot be written; an earlier file of this name is unchanged.
     """
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(content)
@@ -179,11 +157,7 @@ def remove_left_over(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents where they are missing, so that they survive a power failure.
-
-    Raises:
-        OSError: if it cannot be made, or is not a folder.
-    """
+    """Make a folder and its parents where they are missing, so that they survive a power failure."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -226,11 +200,7 @@ def flush_folder(path: Path) -> None:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return a program's arguments with `MASK` for the values of those that are secret by name, and of others' parts.
-
-    Args:
-        arguments: as in `sys.argv`.
-    """
+    """Return a program's arguments with `MASK` for the values of those that are secret by name."""
     kept: list[str] = []
     for argument in arguments:
         name, equals, _ = argument.partition("=")

@@ -63,9 +63,6 @@ class EnergyModel(pl.LightningModule):
         net: the network; omit it in a subclass that defines `forward`.
         likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
         prior: log p(θ) over all trainable parameters; a number is a Gaussian's standard deviation, None is 1.
-
-    Raises:
-        TypeError: if a part is a class instead of an object, or has the wrong type.
     """
 
     def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | float | None) -> None:
@@ -250,11 +247,7 @@ def of_prior(model: nn.Module, chains: bool = False) -> Mapping[str, Tensor]:
 
 
 def check_model(model: EnergyModel) -> None:
-    """Raise unless network and likelihood are complete.
-
-    Raises:
-        ValueError: for manual optimization, or a missing likelihood or network.
-    """
+    """Raise unless network and likelihood are complete."""
     name = type(model).__name__
     check_layers(model)
     if not model.automatic_optimization:
@@ -302,9 +295,6 @@ OWN_STEPS = {
 def check_methods(model: nn.Module, base: type) -> None:
     """Raise if a subclass or an object replaces one of `OWN_STEPS`; a method that calls the one it replaces is
     accepted, and so is a value without code of its own, such as a mock.
-
-    Raises:
-        TypeError: with the class, the method, and the remedy.
     """
     for name, remedy in OWN_STEPS.items():
         if name in vars(model) and not _calls_replaced(vars(model)[name], name, getattr(type(model), name)):
@@ -362,9 +352,6 @@ def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
     Args:
         log_likelihood: shape (n,), or (C, n) with `chains`.
         chains: whether it has a leading chain axis.
-
-    Raises:
-        ValueError: if not; the message gives the shape.
     """
     if log_likelihood.dim() != (2 if chains else 1):
         shape = tuple(log_likelihood.shape[1:] if chains else log_likelihood.shape)

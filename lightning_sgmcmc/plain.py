@@ -28,12 +28,7 @@ def finite_or_none(value: Any) -> Any:
 
 
 def as_plain(value: Any, finite: bool = False) -> Any:
-    """Return dictionaries, lists, texts and numbers for dataclasses, mappings, sequences, enums and tensors.
-
-    Args:
-        value: what is written.
-        finite: whether None replaces numbers that are not finite, which JSON itself does not have.
-    """
+    """Return dictionaries, lists, texts and numbers for dataclasses, mappings, sequences, enums and tensors."""
     if is_dataclass(value) and not isinstance(value, type):
         defaults = {part.name: part.default for part in fields(value)}
         names = getattr(value, "WRITTEN", defaults)
@@ -56,14 +51,8 @@ def from_plain(kind: Any, content: Any, place: str = "it", lenient: bool = False
     Missing entries have their defaults, and unknown ones are ignored. None is NaN where a number is expected.
 
     Args:
-        kind: a dataclass, or any annotation.
-        content: the plain values.
-        place: what the message calls it.
         lenient: whether a single value of the wrong kind, or a number that is not finite, counts as missing. A
             dictionary or a list of the wrong kind raises in any case.
-
-    Raises:
-        ValueError: in one sentence, with the place and the value.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):

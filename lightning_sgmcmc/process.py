@@ -17,11 +17,7 @@ def usable_cores() -> int:
 
 @contextmanager
 def silenced(*names: str) -> Iterator[None]:
-    """Suppress all warnings, and the messages of some loggers up to warnings.
-
-    Args:
-        names: of the loggers.
-    """
+    """Suppress all warnings, and the messages of some loggers up to warnings."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -23,10 +23,6 @@ def device_text(device: torch.device) -> str:
 def derive_seed(seed: int, *names: int | str) -> int:
     """Return a seed in [0, 2^63), a function of `seed` and of all `names`.
 
-    Args:
-        seed: the run's seed.
-        names: the purpose of the stream, e.g. `("noise", chain)`.
-
     The value is the same on every machine, rank and Python version, so a chain's stream does not depend on where the
     chain runs.
 
@@ -41,12 +37,7 @@ def derive_seed(seed: int, *names: int | str) -> int:
 
 
 def fit_seed(seed: int, fit: int) -> int:
-    """Return the seed of a module's fit: the run's for its first one, and another one for each later fit.
-
-    Args:
-        seed: the run's seed.
-        fit: number of earlier fits.
-    """
+    """Return the seed of a module's fit: the run's for its first one, and another one for each later fit."""
     return derive_seed(seed, "fit", fit) if fit else seed
 
 
@@ -74,11 +65,7 @@ def reseed_everything(seed: int) -> None:
 
 
 class TorchStates:
-    """Where torch's default generators are now.
-
-    Args:
-        devices: whose generators are kept beside the CPU's, of any accelerator.
-    """
+    """Where torch's default generators are now."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self._cpu = torch.default_generator.get_state()
@@ -98,11 +85,7 @@ def _place(device: torch.device) -> tuple[torch.device, ...]:
 
 
 class GeneratorStates(TorchStates):
-    """Where the default generators are now: torch's, NumPy's and Python's, from which data sets and networks may draw.
-
-    Args:
-        devices: whose generators are kept beside the CPU's, of any accelerator.
-    """
+    """Where torch's, NumPy's and Python's default generators are, from which data sets and networks may draw."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         super().__init__(devices)

@@ -118,13 +118,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def with_moved_tensors(holder: Holder, device: torch.device | str | None, dtype: torch.dtype | None) -> Holder:
-    """Return a shallow copy of an object whose tensors are on a device and in a dtype; None keeps the current one.
-
-    Args:
-        holder: an object with tensors among its attributes.
-        device: where its tensors go.
-        dtype: of its tensors.
-    """
+    """Return a shallow copy of an object whose tensors are on a device and in a dtype; None keeps the current one."""
     moved = copy.copy(holder)
     for name, value in vars(holder).items():
         if isinstance(value, Tensor):

@@ -58,7 +58,6 @@ def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arg
     """Return what a `forward` accepts.
 
     Args:
-        forward: a bound method.
         hugging_face: whether it is that of a model of transformers, whose `**kwargs` are for its layers, which raise
             for unknown entries.
     """
@@ -103,9 +102,6 @@ def target_name(batch: Mapping[str, Any], arguments: Arguments) -> str | None:
     """Return the entry of a dict batch that holds its target, None if there is none.
 
     An entry that `forward` cannot do without is an input, whatever its name.
-
-    Raises:
-        ValueError: if several entries could be the target.
     """
     found = [name for name in TARGETS if name in batch and name not in arguments.needed]
     if len(found) > 1:
@@ -119,18 +115,7 @@ def target_name(batch: Mapping[str, Any], arguments: Arguments) -> str | None:
 def parted(
     batch: Mapping[str, Any], arguments: Arguments, network: nn.Module | None, owner: str
 ) -> tuple[dict[str, Any], Any]:
-    """Return the inputs and the target of a dict batch.
-
-    Args:
-        batch: the batch.
-        arguments: what `forward` accepts.
-        network: makes its decoder's inputs of the target, if it decodes.
-        owner: the module's class, for messages.
-
-    Raises:
-        TypeError: if it has no target.
-        ValueError: if several entries could be the target.
-    """
+    """Return the inputs and the target of a dict batch."""
     name = target_name(batch, arguments)
     if name is None:
         raise TypeError(
@@ -149,13 +134,7 @@ def accepted(inputs: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
 
 
 def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any:
-    """Call a module with inputs: a dict by name, a tuple or list as positional arguments if `forward` takes so many.
-
-    Args:
-        module: the network.
-        inputs: what `inputs_and_target` returns first.
-        arguments: what its `forward` accepts.
-    """
+    """Call a module with inputs: a dict by name, a tuple or list as positional arguments if `forward` takes so many."""
     if isinstance(inputs, Mapping):
         used = accepted(inputs, arguments)
         if not arguments.hugging_face or torch.compiler.is_compiling():
@@ -216,9 +195,6 @@ def unwrapped(output: Any) -> Any:
 
     Outputs of transformers, and of torchvision's networks with auxiliary heads, have `logits`; torchvision's networks
     for segmentation return a dict with "out".
-
-    Raises:
-        TypeError: for an output of transformers without logits.
     """
     if isinstance(output, Tensor):
         return output
@@ -242,11 +218,7 @@ def plain(batch: Any) -> Any:
 
 
 def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
-    """Raise an error that names the dtypes if the network failed on inputs of another one than its parameters.
-
-    Raises:
-        TypeError: if inputs are of such a dtype, and the network's error is about dtypes or the inputs are float64.
-    """
+    """Raise an error that names the dtypes if the network failed on inputs of another one than its parameters."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if dtype is None:
         return
@@ -266,11 +238,7 @@ def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
 
 
 def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
-    """Return the batches of inputs in an argument of `predict`: one, or those of an iterable.
-
-    Raises:
-        TypeError: for a tuple that could be a batch with its target, or several batches.
-    """
+    """Return the batches of inputs in an argument of `predict`: one, or those of an iterable."""
     if isinstance(x, Tensor | np.ndarray | Mapping) or is_table(x):
         return [x]
     if isinstance(x, tuple):
@@ -290,7 +258,6 @@ def inputs_of(batch: Any, arguments: Arguments) -> Any:
 
     Args:
         batch: inputs alone; a dict; a pair (x, y); or a tuple of as many inputs as `forward` needs.
-        arguments: what `forward` accepts.
     """
     if isinstance(batch, Mapping):
         target = target_name(batch, arguments)
@@ -312,14 +279,7 @@ def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype, columns: I
     """Return inputs on a device: arrays and frames as tensors, floats in a dtype, since NumPy's are float64.
 
     Args:
-        inputs: tensors, arrays and frames, in tuples, lists or dicts.
         device: the device.
-        dtype: of floating-point numbers.
-        columns: what the columns of the run's inputs are, if they are known.
-
-    Raises:
-        TypeError: for an array or a frame that holds no numbers.
-        ValueError: by `InputColumns.received`.
     """
 
     def convert(leaf: Any) -> Any:
@@ -356,7 +316,6 @@ def next_tokens(labels: Tensor, mask: Tensor | None, ignored: int) -> Tensor:
     Args:
         labels: shape (n, T); `ignored` where there is none.
         mask: the attention mask, shape (n, T); what it hides is padding and no target. None hides nothing.
-        ignored: the likelihood's `ignore_index`.
 
     >>> next_tokens(torch.tensor([[5, 6, 7, 0]]), torch.tensor([[1, 1, 1, 0]]), -100)
     tensor([[   6,    7, -100, -100]])
@@ -373,12 +332,7 @@ def with_decoder_inputs(network: Any, inputs: Mapping[str, Any], labels: Any) ->
     Without it some models decode from the encoder's own input, and say nothing.
 
     Args:
-        network: a model with `prepare_decoder_input_ids_from_labels`.
-        inputs: of the encoder, by name.
         labels: the target, shape (n, T), None if unknown.
-
-    Raises:
-        ValueError: if neither the decoder's inputs nor the target are known.
     """
     if DECODER in inputs or "decoder_inputs_embeds" in inputs:
         return dict(inputs)
@@ -391,14 +345,7 @@ def with_decoder_inputs(network: Any, inputs: Mapping[str, Any], labels: Any) ->
 
 
 def fault_of_tokens(inputs: Any, labels: Any, ignored: int, are_shifted: bool) -> str | None:
-    """Return what is wrong with the targets of a token likelihood, None if nothing is to be seen.
-
-    Args:
-        inputs: of the network, by name or as one tensor of tokens.
-        labels: the batch's labels.
-        ignored: the likelihood's `ignore_index`.
-        are_shifted: whether the model's convention applies, by which the labels are shifted after this.
-    """
+    """Return what is wrong with the targets of a token likelihood, None if nothing is to be seen."""
     ids = inputs.get(IDS) if isinstance(inputs, Mapping) else inputs
     if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or ids.is_floating_point():
         return None

@@ -357,14 +357,7 @@ class _Stream:
 
 
 class _SeededItems(Dataset[Any]):
-    """Loads whole batches of a data set, seeding the default generators before each.
-
-    Args:
-        dataset: the data.
-        collate: makes a batch of a list of items.
-        seed: the run's seed.
-        streams: which chain and rank, for each chain.
-    """
+    """Loads whole batches of a data set, seeding the default generators before each."""
 
     def __init__(
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, streams: Sequence[str]
@@ -465,8 +458,6 @@ def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> l
     returned as they are.
 
     Args:
-        batches: dicts with "attention_mask", or pairs of one and a target.
-        pad: the token that pads "input_ids".
         most: pads to one of a few lengths (`common_length`), for a compiled network that takes at most so many tokens;
             None pads to the longest.
     """
@@ -496,7 +487,6 @@ def with_few_lengths(batch: Any, net: Any) -> Any:
 
     Args:
         batch: a dict with "attention_mask", or a pair of one and a target; others are returned as they are.
-        net: the network.
     """
     config: Any = getattr(net, "config", None)
     most = most_tokens(config)

@@ -82,11 +82,7 @@ MakeOrder = Callable[[OrderSpec], BatchOrder]
 
 
 def check_order(order: Any) -> None:
-    """Raise unless an order of the data can be made.
-
-    Raises:
-        TypeError: if it cannot be called.
-    """
+    """Raise unless an order of the data can be made."""
     if not callable(order):
         raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
 
@@ -98,15 +94,7 @@ def batches_per_epoch(num_data: int, batch_size: int, drop_last: bool = False, n
 
 
 def check_all_data_are_taken(spec: OrderSpec, batches: int) -> None:
-    """Raise if an order that draws its batches once leaves out data.
-
-    Args:
-        spec: the order's.
-        batches: its mini-batches of an epoch.
-
-    Raises:
-        ValueError: if drop_last leaves out data.
-    """
+    """Raise if an order that draws its batches once leaves out data."""
     left_out = spec.num_data - batches * spec.batch_size * spec.num_replicas
     if spec.drop_last and left_out > 0:
         raise ValueError(

@@ -79,7 +79,6 @@ class TrainingRows:
 
         Args:
             places: numbers of rows, from 0 to `len(indices)`.
-            dataset: another form of the data set, such as the data without augmentation.
             batch_size: rows of a batch; None is the training loader's.
         """
         assert self.indices is not None
@@ -97,11 +96,6 @@ def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tup
 
     Args:
         given: N as the user has passed it, or None.
-        trainer: the run's.
-        module: name of the module's class, for messages.
-
-    Raises:
-        ValueError: if N is not known, or the module's N contradicts the datamodule's.
     """
     rows = training_rows(trainer)
     datamodule = getattr(trainer, "datamodule", None)
@@ -373,7 +367,6 @@ def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
     such epoch, and whole pairs of `SymmetricOrder`. Of a loader whose order is unknown nothing is said.
 
     Args:
-        trainer: the run's, with its training loader.
         steps: K, optimizer steps of a trajectory, which begin with the first batch of an epoch.
     """
     if not _order_matters(trainer):
@@ -407,9 +400,7 @@ def fault_of_start(trainer: pl.Trainer, steps: int, batch_idx: int) -> str | Non
     """Return why a trajectory that fits the epochs may not begin with a batch, None if it may.
 
     Args:
-        trainer: the run's, with its training loader.
         steps: K, optimizer steps of a trajectory.
-        batch_idx: index of the coming batch in its epoch.
     """
     if not _order_matters(trainer):
         return None

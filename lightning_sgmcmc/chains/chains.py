@@ -194,12 +194,7 @@ StepSize: TypeAlias = "EachChain | Mapping[str, EachChain]"
 
 
 def check_step_size(lr: "StepSize | None") -> None:
-    """Raise unless `lr` is None, a finite number ≥ 0, one for each chain, or such values by pattern.
-
-    Raises:
-        ValueError: for a value out of range, or no pattern.
-        TypeError: for a value that is no number, or a pattern that is no text.
-    """
+    """Raise unless `lr` is None, a finite number ≥ 0, one for each chain, or such values by pattern."""
     if not isinstance(lr, Mapping):
         check_control("lr", lr)
         return
@@ -233,12 +228,7 @@ def groups_by_pattern(
     """Return parameter groups, one for each pattern, with the patterns as their names.
 
     Args:
-        parameters: the sampled parameters by name.
         lr: step sizes by pattern (shell-style); the first one that matches a parameter's name applies.
-        own_control: returns a value for this process's chains, by its name and the run's value.
-
-    Raises:
-        ValueError: if a parameter has no pattern, or a pattern other than "*" applies to no parameter.
     """
     groups: dict[str, dict[str, Any]] = {}
     for pattern, value in lr.items():
@@ -561,11 +551,7 @@ class ChainModel(EnergyModel):
 
 
 def chain_model(module: pl.LightningModule) -> ChainModel:
-    """Return a module, typed as one with chains.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return a module, typed as one with chains."""
     if not isinstance(module, ChainModel):
         raise TypeError(f"{type(module).__name__} holds no chains: derive it from lightning_sgmcmc.BayesianModule")
     return module

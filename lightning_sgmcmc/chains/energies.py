@@ -107,15 +107,8 @@ class ChainEnergies:
         """Return the energies of a batch.
 
         Args:
-            batch: a `ChainBatches`, or one batch for all chains.
-            through_stack: overrides the attribute for this call.
-            seed_chain: called with a chain's index in this process before its energy is computed.
             keeps_each: also return log p(y|x,θ) for each datum.
             weigh: returns c, or None for 1/n; called after a first batch was checked.
-
-        Raises:
-            ValueError: if the batch has another number of chains, `log_likelihood` returns another shape than (n,), or
-                one of a fit's first batches does not suit the likelihood or N.
         """
         chains = self._chains
         if isinstance(batch, ChainBatches) and (chains is None or len(batch) != chains.num_chains):

@@ -31,10 +31,8 @@ def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels:
     """Return a mask that multiplies a layer's input: 1/(1-p) with probability 1-p, else 0, independently.
 
     Args:
-        seed: the sample's.
         name: the layer's name in the network; each layer has its own mask.
         shape: of the input; its first axis is the batch's.
-        p: probability of 0.
         whole_channels: whether all elements of a channel, the second axis, have one value.
 
     Returns:
@@ -48,12 +46,7 @@ def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels:
 
 @contextmanager
 def masked(module: nn.Module, seed: int) -> Iterator[None]:
-    """Within the context, every dropout layer multiplies its input by the mask of this seed.
-
-    Args:
-        module: the network, in evaluation mode.
-        seed: the sample's.
-    """
+    """Within the context, every dropout layer multiplies its input by the mask of this seed."""
     hooks = [
         layer.register_forward_hook(_multiply(seed, name, layer)) for name, layer in dropout_layers(module).items()
     ]
@@ -115,7 +108,6 @@ class StatelessCall(nn.Module):
 
     Args:
         module: the module whose parameters and buffers are replaced; its own are unchanged.
-        function: the function to call.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
@@ -193,11 +185,6 @@ def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most
     """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes.
 
     A larger sample is alone.
-
-    Args:
-        samples: samples of one network.
-        state_of: returns a sample's state.
-        most: the largest number.
     """
     group: list[Sample] = []
     room, kind = 0.0, torch.float32
@@ -278,11 +265,6 @@ class TogetherCall:
     for bit as that sample alone. On other devices they run at once, by `torch.vmap`, equal up to rounding. Networks
     that vmap cannot run (their control flow depends on data, or they draw random numbers) run one after another there
     too. If memory does not suffice for all, fewer run at once.
-
-    Args:
-        module: the module, whose own tensors are unchanged afterwards.
-        function: returns a tensor, or tensors in dictionaries, lists and tuples.
-        compiled: whether torch.compile compiles what runs at once.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], compiled: bool = False) -> None:
@@ -301,7 +283,6 @@ class TogetherCall:
 
         Args:
             states: the samples' states, on the module's device.
-            args: passed to the function.
         """
         if states.have_masks or self._together is None or not runs_at_once(states.device):
             return self._one_by_one(states, args)

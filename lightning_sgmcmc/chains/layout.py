@@ -125,9 +125,6 @@ def mean_over_ranks(tensor: Tensor, device: torch.device, ranks: int, group: Any
     """Return the mean over ranks; a strategy's own `reduce` also waits for all of them at a barrier.
 
     Args:
-        tensor: this rank's value.
-        device: on which ranks communicate.
-        ranks: their number.
         group: theirs; None means all ranks.
     """
     total = tensor.to(device, copy=True)
@@ -173,12 +170,7 @@ class ProcessRuns:
         self._begun: tuple[int, str] | None = None
 
     def seed(self, place: str, launched: bool) -> int:
-        """Return the seed of the run that begins now; a random one without `seed_everything`.
-
-        Args:
-            place: where the generator was when the fit was called, see `present_place`.
-            launched: whether a trainer has started this process for the run, so that it knows of no earlier ones.
-        """
+        """Return the seed of the run that begins now; a random one without `seed_everything`."""
         given = os.environ.get("PL_GLOBAL_SEED")
         if not given:
             self._begun = None
@@ -252,7 +244,6 @@ class FitSeeds:
 
         Args:
             trainer: the run's; None outside a run.
-            starts: whether chains now start by the seed, outside a fit too.
         """
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if fitting or starts:
@@ -279,7 +270,6 @@ class FitSeeds:
 
         Args:
             seed: the run's seed in the checkpoint; None keeps the present one.
-            fits: number of fits before the coming one.
         """
         self.run, self.fits = self.run if seed is None else seed, fits
 
@@ -290,11 +280,7 @@ class FitSeeds:
 
 
 def stated_seed(text: str) -> int:
-    """Return the seed in the environment, which `seed_everything` sets.
-
-    Raises:
-        ValueError: if it is no whole number.
-    """
+    """Return the seed in the environment, which `seed_everything` sets."""
     try:
         return int(text)
     except ValueError:
@@ -314,9 +300,6 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: s
         ranks: theirs; None means all.
         timeout: the strategy's, after which an operation fails that a rank does not join; None is torch's.
         backend: "gloo" for tensors in host memory, None for the run's own.
-
-    Raises:
-        RuntimeError: if gloo cannot connect the ranks, naming the variable that says by which network.
     """
     with naming_the_network():
         return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)

@@ -41,9 +41,7 @@ class RowEnergies:
     the forward and the backward graph instead of a kernel for each operation.
 
     Args:
-        model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
-        flat: the sampled parameters.
         num_data: N.
         compiler: compiles the function as `torch.compile` does; None leaves it as it is.
         unrolled: whether the chains are written out one by one in the function instead of `torch.vmap`; None measures
@@ -96,12 +94,7 @@ class RowEnergies:
         self._inverse.fill_(1 / num_data)
 
     def __call__(self, batch: Any, factor: float | None = None) -> Found:
-        """Return the energies of a batch.
-
-        Args:
-            batch: a `ChainBatches`, or one batch for all chains.
-            factor: of the sum of log-likelihoods, see `weighed`.
-        """
+        """Return the energies of a batch; `factor` is as in `weighed`."""
         own = isinstance(batch, ChainBatches)
         if own:
             batch = batch.stacked() if self._chains is not None else batch[0]
@@ -276,9 +269,7 @@ def unrolled_is_faster(
     It is measured once in a process, forward and backward.
 
     Args:
-        convolutions: of one chain.
         chains: C.
-        device: where to measure.
         seconds: measures the time of a call; None takes the kernels' time from torch's profiler.
     """
     if not convolutions or chains > MOST_CHAINS:

@@ -193,12 +193,7 @@ class FlatStates:
         self.flat = {dtype: torch.cat(pieces, 1) for dtype, pieces in rows.items()}
 
     def of_chain(self, row: int, flat: Mapping[torch.dtype, Tensor] | None = None) -> Parts:
-        """Return a chain's tensors, which are views.
-
-        Args:
-            row: the chain's row.
-            flat: copies of the flat states, instead of these.
-        """
+        """Return a chain's tensors, which are views; `flat`, copies of the flat states, is read instead."""
         flat = self.flat if flat is None else flat
         found: Parts = {part: {} for part in PARTS}
         for dtype, names in self._names.items():
@@ -232,7 +227,6 @@ class Drawing:
     """Samples that are drawn together.
 
     Args:
-        samples: the samples, in their order.
         states: the flat states of which their tensors are views; None if they are tensors of their own.
         rows: the row of each sample in these.
     """
@@ -249,9 +243,6 @@ class Drawing:
         """Return a function that returns the sample in host memory, once the device has copied it.
 
         The first call begins one copy of all samples of the drawing.
-
-        Args:
-            sample: one of the drawing's samples.
         """
         place = next((i for i, own in enumerate(self.samples) if own is sample), None)
         if place is None:
@@ -303,15 +294,7 @@ def checksum(tensors: list[Tensor]) -> Tensor:
 
 
 def check_replicas(chains: Chains, step: int) -> None:
-    """Compare the chains of this process among the ranks that share them, by one reduction; all of these call it.
-
-    Args:
-        chains: the chains of this process.
-        step: optimizer steps made.
-
-    Raises:
-        RuntimeError: if they differ, naming the ranks.
-    """
+    """Compare the chains of this process among the ranks that share them, by one reduction; all of these call it."""
     layout = chains.layout
     if layout.ranks_per_chain == 1:
         return
@@ -338,14 +321,6 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     The states are copied together, and their numbers are read together, so the host waits for the device once. The
     claim "expand samples" turns each state into `tags.draws` samples. A drawing has at most as many samples as this
     process has chains; all processes iterate over the drawings together.
-
-    Args:
-        chains: the chains of this process.
-        step: optimizer steps made.
-        check: raises for an invalid sample of this process, before other processes see it.
-
-    Raises:
-        RuntimeError: if a parameter was frozen during the run, or ranks that share a chain hold other states.
     """
     frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
     if frozen is not None:

@@ -24,8 +24,6 @@ class StackedChains:
     Args:
         module: the module with one chain's tensors; they are replaced by stacked ones.
         num_chains: C.
-        initialise: writes the start of chain c, an index in this process, to the module's own tensors.
-        shared: names of the tensors that all chains share, which are left as they are.
     """
 
     def __init__(
@@ -207,7 +205,6 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
 
     Args:
         gradients: tensors with a leading chain axis.
-        limit: the largest norm of one chain's gradient over all tensors.
     """
     for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
         norm = nn.utils.get_total_norm(pieces)
@@ -224,10 +221,6 @@ def prepare_layers(model: nn.Module) -> None:
 
     Args:
         model: the model; which parameters require gradients is known.
-
-    Raises:
-        ValueError: for a scripted layer, a sparse buffer, or a sampled embedding that changes its weights in `forward`
-            or whose gradients are not those of the energy.
     """
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -267,12 +260,6 @@ def check_hooks(model: nn.Module) -> None:
 
     The chain would follow another force than that of U, and a masked entry would not stay: it has noise and a prior. A
     hook of a tensor is called here with a made-up gradient; one that returns None or what it got is accepted.
-
-    Args:
-        model: the model.
-
-    Raises:
-        ValueError: with the tensor or layer, and the remedy.
     """
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
@@ -317,9 +304,6 @@ def mask_padding(model: nn.Module) -> None:
     """Let no gradient pass through the outputs of embeddings at `padding_idx`, for good.
 
     The padding row has no gradient of the likelihood. Under `torch.vmap` torch masks that row of the first chain only.
-
-    Args:
-        model: the model.
     """
     padded = (part for part in model.modules() if isinstance(part, nn.Embedding) and part.padding_idx is not None)
     for part in padded:
@@ -340,14 +324,7 @@ def _without_padding(
 
 @contextmanager
 def explained(num_chains: int) -> Iterator[None]:
-    """Within the context an error of layers that run again in the backward pass says what to do.
-
-    Args:
-        num_chains: C.
-
-    Raises:
-        RuntimeError: in place of an error that was raised while activations were computed again.
-    """
+    """Within the context an error of layers that run again in the backward pass says what to do."""
     try:
         yield
     except torch.OutOfMemoryError:

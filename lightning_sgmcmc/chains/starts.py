@@ -29,12 +29,7 @@ ChainStart: TypeAlias = "Literal['own', 'same'] | Sequence[Any]"
 
 
 def check_start(start: ChainStart) -> None:
-    """Raise unless chains can start so.
-
-    Raises:
-        ValueError: for another word, or no states.
-        TypeError: for an entry that is neither a state dict nor a path.
-    """
+    """Raise unless chains can start so."""
     if isinstance(start, str):
         check_choice("chain_start", start, ("own", "same"))
         return
@@ -65,16 +60,6 @@ def start_chain(
 
     Args:
         model: the model, with one chain's tensors, changed in place.
-        start: how chains start.
-        layout: the chains of this process.
-        index: the chain's index in this process.
-        seed: the run's seed.
-        initialise: draws the state of a chain into the model, for "own".
-        shared: names of the tensors that all chains share, which only the first may set.
-
-    Raises:
-        ValueError: if the list of states has not one for each chain, a state does not fit the model, or two states
-            have different values of a shared tensor.
     """
     chain, total = layout.chains[index], layout.total_chains
     if not isinstance(start, str):
@@ -109,15 +94,7 @@ def _check_common(tensor: Tensor, value: Tensor, name: str, chain: int) -> None:
 
 
 def check_files(start: ChainStart, chains: Sequence[int]) -> None:
-    """Raise if the file of a chain's start is missing.
-
-    Args:
-        start: how chains start.
-        chains: global indices of this process's chains.
-
-    Raises:
-        FileNotFoundError: with the entry's place and path.
-    """
+    """Raise if the file of a chain's start is missing."""
     for chain in () if isinstance(start, str) else chains:
         if not isinstance(start[chain], Mapping) and not _path_of(start[chain]).exists():
             raise FileNotFoundError(
@@ -146,9 +123,6 @@ def read_state(entry: "Mapping[str, Tensor] | str | Path", chain: int) -> dict[s
     """Return a state by name: a state dict itself, or that of a checkpoint, a torch file or a sample file.
 
     Files are read without running any code of theirs.
-
-    Raises:
-        ValueError: if a file is damaged, holds other objects than tensors and plain data, or no state.
     """
     what = f"chain_start[{chain}]"
     content: Any = entry
@@ -171,11 +145,7 @@ def read_state(entry: "Mapping[str, Tensor] | str | Path", chain: int) -> dict[s
 
 
 def _fitting(model: nn.Module, state: dict[str, Tensor], chain: int, total: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a model's tensor and its value in a state.
-
-    Raises:
-        ValueError: if names or shapes differ, or a value is not finite.
-    """
+    """Return pairs of a model's tensor and its value in a state."""
     own, what = state_of(model), f"chain_start[{chain}]"
     known = own.keys() | {expansion.name for expansion in expansions_of(model)}
     if not set(state) <= known and all(f"net.{name}" in known for name in state):
@@ -211,7 +181,6 @@ def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | Non
 
     Args:
         module: the module, changed in place.
-        chain: global index of the chain.
         rebuild: creates another module as the user did; None if unknown.
     """
     kept = draw_start(module, rebuild)
@@ -229,9 +198,6 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
     Args:
         module: the module, changed in place.
         rebuild: creates another one as the user did; None if unknown.
-
-    Returns:
-        the names of the trainable parameters that kept their values.
     """
     own, shared = state_of(module), shared_names(module)
     kept = [own[name].detach() for name in shared]
@@ -291,11 +257,6 @@ def freeze(module: nn.Module, sampled: Sequence[str], argument: str = "sampled")
 
     Args:
         module: the module, changed in place.
-        sampled: name patterns as in `fnmatch`, for names with or without the "net." in front.
-        argument: the patterns' name in a message.
-
-    Raises:
-        ValueError: if a pattern matches no parameter.
     """
     names = [name for name, _ in module.named_parameters() if not name.startswith(LIKELIHOOD)]
     for pattern in sampled:
@@ -351,9 +312,6 @@ def keys_of(module: nn.Module, names: frozenset[str]) -> set[str]:
 class Sharing:
     """What the chains of a module share, since it is not sampled.
 
-    Args:
-        module: the module.
-
     Attributes:
         sampled: patterns of the sampled parameters' names; None samples those that require gradients.
         dropout: whether frozen parts drop out in training.
@@ -369,11 +327,7 @@ class Sharing:
         """Whether all processes have the same shared tensors."""
 
     def choose(self, sampled: Sequence[str] | None, dropout: bool) -> None:
-        """Set what is sampled, by the module's arguments.
-
-        Raises:
-            TypeError: if `sampled` is no list of patterns.
-        """
+        """Set what is sampled, by the module's arguments."""
         if isinstance(sampled, str) or not all(isinstance(pattern, str) for pattern in sampled or ()):
             raise TypeError(f"sampled must be a list of name patterns, such as ['*.fc.*'], got {sampled!r}")
         check_flag("frozen_dropout", dropout)
@@ -394,20 +348,13 @@ class Sharing:
         """Take the first process's shared tensors, once: networks that the processes drew without a seed differ.
 
         All processes call it together.
-
-        Args:
-            layout: of the chains.
         """
         if self.names and layout.is_spread and layout.strategy is not None and not self._agreed:
             layout.strategy.share_first(self.tensors().values())
             self._agreed = True
 
     def check(self, sampled: Iterable[str]) -> None:
-        """Raise if one of the parameters to be sampled is shared by stacked chains.
-
-        Raises:
-            ValueError: with its name.
-        """
+        """Raise if one of the parameters to be sampled is shared by stacked chains."""
         thawed = next((name for name in sampled if name in self.names), None)
         if thawed is not None:
             raise ValueError(
@@ -416,11 +363,7 @@ class Sharing:
             )
 
     def check_state(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Raise if a state of stacked chains is of chains that share other tensors than these.
-
-        Raises:
-            ValueError: with the first tensor that is sampled there and not here, or the other way round.
-        """
+        """Raise if a state of stacked chains is of chains that share other tensors than these."""
         own = self._module.state_dict()
         for key in own.keys() & state_dict.keys():
             there, here = state_dict[key].shape, own[key].shape
@@ -444,11 +387,7 @@ class Sharing:
 
 
 class Holder:
-    """Puts tensors in the place of a module's own for a while; what has the same values stays, and is compared once.
-
-    Args:
-        module: the module.
-    """
+    """Puts tensors in the place of a module's own for a while; what has the same values stays, and is compared once."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -457,11 +396,7 @@ class Holder:
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module has these tensors.
-
-        Args:
-            tensors: by name, on any device.
-        """
+        """Return a context in which the module has these tensors; `tensors` come by name, on any device."""
         if tensors and not self._places:
             self._places = homes_of(self._module)
         before = []

@@ -101,12 +101,7 @@ class ObservedEnergy:
         return energy if include_prior else energy + self.log_prior.to(energy.device)
 
     def record(self, step: StepEnergy, position: int) -> None:
-        """Add a micro-batch's energies to the mean of its step.
-
-        Args:
-            step: the micro-batch's.
-            position: its index in the step, from 0.
-        """
+        """Add a micro-batch's energies to the mean of its step; `position` is its index in the step, from 0."""
         self.log_prior, self.log_likelihood = step.log_prior, step.log_likelihood
         self.batch_size = step.batch_size
         potential = step.mean_potential.detach()
@@ -145,10 +140,7 @@ class Accumulation:
         micro-batches than its gradients were divided by, and `rescaling` corrects them.
 
         Args:
-            batch_idx: index of the micro-batch in the epoch.
-            accumulated: `accumulate_grad_batches`.
             batches: micro-batches of the epoch, infinite if unknown; its last step may be shorter.
-            is_last: whether the micro-batch is the epoch's last.
         """
         position = batch_idx % accumulated
         expected = int(min(accumulated, batches - (batch_idx - position)))

@@ -35,11 +35,7 @@ def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dic
 
 
 def split_tensors(whole: Mapping[str, Tensor], layout: ChainLayout) -> dict[str, Tensor]:
-    """Return a process's part of what `join_tensors` returned.
-
-    Raises:
-        ValueError: if a tensor's number of chains is not the run's.
-    """
+    """Return a process's part of what `join_tensors` returned."""
     return {name: _split(tensor, layout) for name, tensor in whole.items()}
 
 
@@ -80,12 +76,7 @@ def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[t
     """Return a process's part of what `join_sampler` returned.
 
     Args:
-        whole: the state of all chains.
-        layout: which of the chains this process holds.
         shapes: shapes of the parameters in this process.
-
-    Raises:
-        ValueError: if the state has another number of chains.
     """
     if "sampler" not in whole:
         return whole

@@ -27,7 +27,6 @@ class ChainOptimizers:
     Args:
         parameters: the sampled parameters, with a leading axis of size C where C > 1.
         num_chains: C.
-        make: returns an optimizer for one chain's parameters.
     """
 
     def __init__(
@@ -41,12 +40,7 @@ class ChainOptimizers:
         self._lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
 
     def step(self, chains: Iterable[int], lr_factor: float = 1.0) -> None:
-        """Update chains with the gradients that the parameters hold.
-
-        Args:
-            chains: their indices in this process.
-            lr_factor: factor of the step size.
-        """
+        """Update chains with the gradients that the parameters hold."""
         for chain in chains:
             optimizer, own = self._optimizers[chain], self._own[chain]
             if len(self._own) > 1:
@@ -104,17 +98,7 @@ def _hides_decay(factory: Any) -> bool:
 
 
 def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool = False) -> None:
-    """Raise unless a factory makes optimizers that step without a closure.
-
-    Args:
-        factory: the candidate.
-        lr_of: where its step size is passed, for messages.
-        decays: whether it may have a weight decay.
-
-    Raises:
-        TypeError: if it does not.
-        ValueError: if it sets its own lr, or a weight decay, which would count the prior twice.
-    """
+    """Raise unless a factory makes optimizers that step without a closure."""
     name = name_of(factory)
     if not callable(factory):
         raise TypeError(f"optimizer must be a class of torch.optim or a partial of one, got {factory!r}")
@@ -188,12 +172,7 @@ class Watch:
 
 
 class BestStates:
-    """The best validated state of each chain of this process.
-
-    Args:
-        chains: the chains.
-        patience: when a chain stops.
-    """
+    """The best validated state of each chain of this process."""
 
     def __init__(self, chains: Chains, patience: Patience) -> None:
         self._chains = chains

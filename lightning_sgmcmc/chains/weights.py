@@ -35,7 +35,6 @@ class FirstBatches:
     the data of the first batch.
 
     Args:
-        model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
     """
 
@@ -53,11 +52,7 @@ class FirstBatches:
         """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""
 
     def takes(self, batch: Any) -> bool:
-        """Return whether this batch is looked at; if so, check it before its energy is computed.
-
-        Raises:
-            ValueError: if its targets or outputs do not suit the likelihood.
-        """
+        """Return whether this batch is looked at; if so, check it before its energy is computed."""
         if self._seen >= LAST:
             return False
         self._seen += 1
@@ -106,15 +101,7 @@ def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) ->
     """Check a batch's targets and outputs by the model's likelihood, in evaluation mode and for the first chain.
 
     Args:
-        model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
-        batch: one batch, or a `ChainBatches`.
-
-    Returns:
-        the smallest and the largest output, (inf, -inf) if the likelihood does not see the outputs.
-
-    Raises:
-        ValueError: by `Likelihood.check_target`.
     """
     low, high, _ = _look(model, chains, batch)
     return low, high
@@ -150,7 +137,6 @@ def _check_observed(model: EnergyModel, target: Any) -> None:
     """Raise ValueError if no target of the training data is observed, as far as they lie in memory.
 
     Args:
-        model: the model.
         target: of the first batch; only if it has none the others are looked at.
     """
     dataset = getattr(getattr(getattr(model, "_trainer", None), "train_dataloader", None), "dataset", None)
@@ -236,11 +222,7 @@ class DataWeights:
         self._means: dict[tuple[float, int], float | None] = {}
 
     def follow(self, num_data: int) -> None:
-        """Take another N and the present rows, when an epoch begins.
-
-        Raises:
-            ValueError: if the rows grow, and the given N was their number.
-        """
+        """Take another N and the present rows, when an epoch begins."""
         agreed = self._is_given and self.rows.count == num_data
         self.num_data, self.rows = num_data, training_rows(self._trainer)
         self.counts_rows = self.counts_rows and self.rows.is_observed
@@ -271,13 +253,6 @@ class DataWeights:
         """Return the factor of the sum of a micro-batch's log-likelihoods in Ũ/N; None for 1/n, their mean.
 
         The gradients of a step's micro-batches are averaged, so the factor holds their number.
-
-        Args:
-            batch_idx: index of the micro-batch in the epoch.
-            candidates: candidate batches of a step (EWSG), each of which is a batch of its own here.
-
-        Raises:
-            ValueError: at the first batch, if N is not what the likelihood counts.
         """
         if self._is_new and self._first_batches.counted is not None:
             self._look(self._first_batches.counted, batch_idx)
@@ -338,10 +313,6 @@ class DataWeights:
 
         Args:
             counted: log-likelihoods of the batch in this process.
-            batch_idx: its index in the epoch.
-
-        Raises:
-            ValueError: if N is not what the likelihood counts.
         """
         self._is_new = False
         rows, batches = self.rows, self._trainer.num_training_batches
@@ -363,11 +334,7 @@ class DataWeights:
             raise ValueError(f"num_data={self.num_data}, but a batch has {counted} data: pass the number of data")
 
     def _see(self, counted: int, batch_idx: int) -> None:
-        """Note whether the data that the likelihood counts in a batch are its rows.
-
-        Raises:
-            ValueError: if they are not, and N is the number of rows.
-        """
+        """Note whether the data that the likelihood counts in a batch are its rows."""
         rows, size = self.rows, self.rows.size_at(batch_idx)
         if rows.sizes is not None:  # an order may go backwards in other epochs
             are_rows = counted in rows.sizes
@@ -387,11 +354,7 @@ class DataWeights:
         self._means.clear()
 
     def _begin_missing(self) -> None:
-        """Weigh batches by an epoch's data, since unobserved targets in them do not count.
-
-        Raises:
-            ValueError: if N counts them.
-        """
+        """Weigh batches by an epoch's data, since unobserved targets in them do not count."""
         if not self._is_given:
             raise ValueError(
                 f"targets of the training data are not observed (NaN, or the likelihood's missing=), so N is not "
@@ -409,22 +372,14 @@ class DataWeights:
             raise ValueError(contradiction(self.num_data, self.rows.source, count))
 
     def add(self, counted: int, batch_idx: int) -> None:
-        """Add what the likelihood counted in a batch.
-
-        Raises:
-            ValueError: if it is not the batch's rows, whose number is N.
-        """
+        """Add what the likelihood counted in a batch."""
         self._see(counted, batch_idx)
         self._counted += counted
         self._batches += 1
         self._sizes.add(counted)
 
     def end_epoch(self) -> None:
-        """Compare what the likelihood counted in the first whole epoch with N.
-
-        Raises:
-            ValueError: if the loader shows that N is another number.
-        """
+        """Compare what the likelihood counted in the first whole epoch with N."""
         trainer = self._trainer
         batches = float(trainer.num_training_batches)
         if not trainer.is_last_batch or self._batches != trainer.fit_loop.batch_idx + 1:

@@ -40,9 +40,6 @@ def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
     """Replace what decides about sampling in a fit's configuration by `AutoSampling`, in place.
 
     The callbacks that change the chain are left out; those of `recommended` are added where they are missing.
-
-    Raises:
-        Mistake: for a callback that makes other samples of the chain's states than `AutoSampling` weighs.
     """
     given = config.trainer.get("callbacks") or []
     entries = given if isinstance(given, list) else [given]

@@ -129,12 +129,7 @@ class TuningTrainer(pl.Trainer):
     """The command that continues the run; `SamplingCLI` sets it."""
 
     def plan(self, model: BayesianModule, datamodule: pl.LightningDataModule | None = None) -> None:
-        """Print what a fit will reach and cost, without training.
-
-        Args:
-            model: the module.
-            datamodule: its data.
-        """
+        """Print what a fit will reach and cost, without training."""
         raise NotImplementedError("plan is a command: call sgmcmc plan, or read module.plan during or after a fit")
 
     def tune(
@@ -149,12 +144,8 @@ class TuningTrainer(pl.Trainer):
         """Propose the setting of lr from short runs.
 
         Args:
-            model: the module.
-            datamodule: its data.
             steps: optimizer steps of a probe; null is an eighth of the run's, between 100 and 500.
             burn_in_steps: optimizer steps at temperature 0 before the probes; null is the same as steps.
-            tolerance: accepted relative deviation of temperatures.
-            max_probes: the largest number of probes.
         """
         raise NotImplementedError("tune is a command: call sgmcmc tune, or lightning_sgmcmc.tune.propose_lr")
 

@@ -71,8 +71,6 @@ def one_sentence(command: str, debug: bool = False, steps: Callable[[], int] = l
 
     Args:
         command: how the user called the command; the sentence begins with it.
-        debug: whether the traceback replaces the sentence.
-        steps: returns the number of steps that the run has made.
     """
     try:
         yield

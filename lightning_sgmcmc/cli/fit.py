@@ -247,12 +247,7 @@ def _check_config_files(arguments: list[str]) -> None:
 
 
 def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda trainer: None) -> None:
-    """Run a command of Lightning.
-
-    Args:
-        arguments: the command line's arguments, from the subcommand on, or a dictionary of a configuration.
-        started: called with the trainer before it runs.
-    """
+    """Run a command of Lightning."""
     # Configurations may name classes of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

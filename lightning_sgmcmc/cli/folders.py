@@ -27,8 +27,6 @@ def no_folder_left_behind(folder: Path, remedy: str, is_worthless: Callable[[], 
     the same folder, before or after this one: then it stays.
 
     Args:
-        folder: the run's folder, which may exist.
-        remedy: how to choose another one.
         is_worthless: called after a failure; returns whether the folder may be removed.
     """
     made: list[Path] = []

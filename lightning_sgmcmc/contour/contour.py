@@ -402,11 +402,6 @@ class ContourKernels:
     Compiled, a function is a few kernels instead of dozens of operations on tensors of a handful of numbers. The step
     size and the temperature, which change, are then tensors of shape (): a compiled function would be compiled again
     for each new number. They are in the host's memory, from which a kernel takes them as arguments.
-
-    Args:
-        contour: partition and rules.
-        device: of the chains.
-        compiled: whether to compile the functions.
     """
 
     def __init__(self, contour: Contour, device: torch.device, compiled: bool = False) -> None:

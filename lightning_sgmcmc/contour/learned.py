@@ -133,12 +133,7 @@ class WeightShares:
         """By chain: the largest log-weight, the log of the sum of weights, and of their squares."""
 
     def add(self, log_weight: float, chain: int | None = None) -> None:
-        """Add a sample.
-
-        Args:
-            log_weight: its log importance weight.
-            chain: its chain, if weights compare only within a chain.
-        """
+        """Add a sample."""
         self._samples += 1
         largest, total, squares = self._sums.get(chain, (-math.inf,) * 3)
         own = max(largest, log_weight), _log_add(total, log_weight), _log_add(squares, 2 * log_weight)

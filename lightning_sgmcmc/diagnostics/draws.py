@@ -344,9 +344,7 @@ class BatchMeans:
     batches outgrow any autocorrelation of the stream, in constant memory.
 
     Args:
-        length: length of the vectors.
         like: a tensor with the dtype and device to use.
-        limit: the largest number of batches, even.
     """
 
     def __init__(self, length: int, like: Tensor, limit: int = MAX_BATCHES) -> None:

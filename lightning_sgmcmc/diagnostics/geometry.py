@@ -118,10 +118,6 @@ def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[i
 
     Args:
         places: (chain, cycle) of each sample, in the order of drawing.
-        limit: largest number of pairs.
-
-    Returns:
-        both indices and the kind of each pair, ordered by kind and then by drawing.
     """
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}

@@ -71,7 +71,6 @@ class IterateMoments:
 
         Args:
             generator: of the moments' device.
-            scale: factor of the covariance.
             row: index along the tensors' first axis, for moments of several chains; None takes them whole.
         """
         kept, deviations = ... if row is None else row, self.deviations
@@ -88,11 +87,7 @@ class IterateMoments:
         return drawn
 
     def state_dict(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the state: numbers and tensors.
-
-        Args:
-            gather: returns the tensor of all chains.
-        """
+        """Return the state: numbers and tensors."""
 
         def each(values: Values) -> Values:
             return {name: gather(value) for name, value in values.items()}
@@ -101,12 +96,7 @@ class IterateMoments:
         return {"count": self.count, **moments, "deviations": [each(values) for values in self.deviations]}
 
     def load_state_dict(self, state: Mapping[str, Any], own: Callable[[Tensor], Tensor]) -> None:
-        """Restore from `state_dict`.
-
-        Args:
-            state: its result.
-            own: returns this process's part of a tensor.
-        """
+        """Restore from `state_dict`."""
 
         def each(values: Values) -> Values:
             return {name: own(value).clone() for name, value in values.items()}

@@ -104,7 +104,6 @@ def below_center(found: ChainMean, lowest: float | None) -> Finding | None:
 
     Args:
         found: the mean of n·β·(L - L(w*)).
-        lowest: its smallest value, None if single values are noisy.
     """
     limit = -DEPTH * max(1.0, found.mean)
     worst = float(found.of_chains.min())
@@ -124,7 +123,6 @@ def disagreement(found: ChainMean, values: Tensor) -> Finding | None:
     """Return the finding that chains have different means, by an R-hat above 1.1 and above that of few draws, or None.
 
     Args:
-        found: the mean of the draws.
         values: the draws, shape (C, B).
     """
     time = correlation_time(values.cpu().double().numpy()[..., None])
@@ -205,9 +203,6 @@ def covariance(first: Tensor, second: Tensor) -> Covariance:
     Args:
         first: a, shape (chain, draw) or (chain, draw, K).
         second: b, shape (chain, draw) or (chain, draw, P).
-
-    Raises:
-        ValueError: if their chains or draws differ, or there are fewer than 2 draws.
 
     >>> draws = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
     >>> found = covariance(draws, 3 * draws)

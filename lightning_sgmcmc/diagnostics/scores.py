@@ -233,11 +233,7 @@ def confidence_bin(confidence: Tensor, bins: int = CALIBRATION_BINS) -> Tensor:
 
 
 def whole_labels(target: Tensor) -> Tensor:
-    """Return labels of any integer dtype as int64, which torch's indexing needs.
-
-    Raises:
-        ValueError: for labels that are not integers.
-    """
+    """Return labels of any integer dtype as int64, which torch's indexing needs."""
     if target.is_floating_point() or target.is_complex():
         raise ValueError(f"labels must be integers, got {target.dtype}: convert them by .long()")
     return target.long()
@@ -294,11 +290,6 @@ def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float
 
 def share_interval(share: float, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return Wilson's interval of a share of independent data.
-
-    Args:
-        share: the share.
-        count: number of data, at least 1.
-        confidence: the interval's probability.
 
     >>> [round(end, 3) for end in share_interval(0.9, 100)]
     [0.826, 0.945]

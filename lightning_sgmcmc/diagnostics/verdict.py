@@ -208,13 +208,7 @@ class RunFacts:
 
 
 def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) -> HealthReport:
-    """Return the report with the findings on the run as a whole, its numbers, and what its samples are.
-
-    Args:
-        report: the report with the findings on the steps.
-        facts: what is known of the run.
-        estimates: estimates of a record long enough for findings, else None.
-    """
+    """Return the report with the findings on the run as a whole, its numbers, and what its samples are."""
     measures = _measures(report, facts, estimates)
     report = replace(report, run=measures)
     kind, reason = _kind(report, facts)

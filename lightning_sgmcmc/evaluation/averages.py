@@ -95,14 +95,7 @@ class ChainsAverage:
         *,
         chain: int | None = None,
     ) -> None:
-        """Add one more sample.
-
-        Args:
-            terms: as in `WeightedAverage.add`.
-            log_density: likewise.
-            log_weight: likewise.
-            chain: the sample's chain if its weight compares only within it, else None.
-        """
+        """Add one more sample."""
         self._parts.setdefault(chain, WeightedAverage()).add(terms, log_density, log_weight)
 
     def combined(self) -> WeightedAverage:

@@ -134,13 +134,7 @@ class ChainRow:
 def chain_rows(
     chains: Sequence[int], energies: Sequence[float], comparison: ChainComparison | None = None
 ) -> list[ChainRow]:
-    """Return one row per chain and, last, one for all.
-
-    Args:
-        chains: each sample's chain.
-        energies: each sample's energy, in nats.
-        comparison: comparison of the chains' predictions, or None.
-    """
+    """Return one row per chain and, last, one for all; `energies` are each sample's energy, in nats."""
     values, labels = np.asarray(energies, dtype=float), np.asarray(chains)
     rows = []
     for chain in sorted(set(chains)):
@@ -192,13 +186,7 @@ def _spread(count: int, most: int) -> Tensor:
 
 
 def html_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table; numbers have four significant digits, and all text is escaped.
-
-    Args:
-        caption: the text above it.
-        columns: the column names.
-        rows: one cell for each column.
-    """
+    """Return a table; numbers have four significant digits, and all text is escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(_text(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -53,10 +53,7 @@ def new_statistics(
     """Return a state whose BatchNorm statistics are averages over batches at its weights.
 
     Args:
-        model: the network, in evaluation mode.
         state: parameters and buffers by name; unchanged. Layers without statistics in it keep the model's.
-        batches: not read if the network has no BatchNorm.
-        call: calls the network with a state and a batch.
     """
     layers = {n: layer for n, layer in batch_norm_layers(model).items() if f"{n}.running_mean" in state}
     fresh = dict(state)
@@ -75,16 +72,7 @@ def new_statistics(
 
 
 def check_statistics(trainer: pl.Trainer, model: EnergyModel, name: str) -> None:
-    """Raise if a network's BatchNorm statistics cannot be estimated again from the training data.
-
-    Args:
-        trainer: the run's, with its training loader.
-        model: the network.
-        name: of the callback that needs it, for the message.
-
-    Raises:
-        ValueError: if the network has BatchNorm, and the training data cannot be read again.
-    """
+    """Raise if a network's BatchNorm statistics cannot be estimated again from the training data."""
     layers = batch_norm_layers(model)
     if layers and not has_fresh_batches(trainer):
         raise ValueError(
@@ -103,10 +91,6 @@ def refreshed(
     step's. No random generator is advanced, and no process communicates.
 
     Args:
-        trainer: the run's.
-        chains: the run's chains.
-        sample: new weights, with the buffers of another network.
-        seed: of the data's order and augmentation.
         batches: training batches for the statistics; None takes a pass over the data.
     """
     if not has_fresh_batches(trainer):

@@ -57,7 +57,6 @@ class PerDatumScores:
 
         Args:
             index: its index, from 0.
-            cycle: its cycle.
             own: log p(y|x,θ) of each datum, shape (n,).
             average: the same of the average of all samples so far; empty while all weights are 0.
         """
@@ -79,11 +78,7 @@ class PerDatumScores:
             self.kept[name] = _kept(density, index)
 
     def first_cycle(self, count: int) -> Kept | None:
-        """Return the average of the first cycle's samples; None if there is one cycle only, or if it is not known.
-
-        Args:
-            count: number of all samples.
-        """
+        """Return the average of the first cycle's samples; None if there is one cycle only, or if it is not known."""
         found = self.kept.get("first_cycle")
         return found if found is not None and self._is_prefix and found.index + 1 < count else None
 
@@ -91,7 +86,6 @@ class PerDatumScores:
         """Return how much lower the average's NLL is than that of a kept predictive, and the 95 % interval.
 
         Args:
-            name: one of `NAMES`.
             average: log density of the average at each datum, shape (n,).
         """
         found = self.kept.get(name)
@@ -128,9 +122,6 @@ class UserMetrics:
         metrics: functions or torchmetrics by name. Each is called with the class probabilities (n, K) and the labels
             (n,), or in regression with the predictive means and the targets, both (n, D) and in the target's own
             units, and returns one number.
-
-    Raises:
-        TypeError: if it is no mapping of names to callables.
     """
 
     def __init__(self, metrics: Mapping[str, Callable[..., Any]] | None) -> None:
@@ -165,14 +156,7 @@ class UserMetrics:
     def values(
         self, model: EnergyModel, terms: Mapping[str, Tensor], target: Tensor | None, scaling: TargetScaling
     ) -> dict[str, float]:
-        """Return the metrics of a predictive.
-
-        Args:
-            model: the module.
-            terms: its likelihood's averaged terms.
-            target: the targets.
-            scaling: of the targets.
-        """
+        """Return the metrics of a predictive."""
         if not self._metrics or model.likelihood is None or target is None:
             return {}
         prediction = model.likelihood.prediction(terms, None)
@@ -348,12 +332,7 @@ class Evaluation:
 
 
 class LoaderAverage:
-    """The running average over the data of one loader, and over out-of-distribution data.
-
-    Args:
-        cycle_weights: as in `BayesianModelAverage`.
-        metrics: the user's own metrics.
-    """
+    """The running average over the data of one loader, and over out-of-distribution data."""
 
     def __init__(self, cycle_weights: str, metrics: UserMetrics | None = None) -> None:
         self._metrics = metrics if metrics is not None else UserMetrics(None)
@@ -374,16 +353,7 @@ class LoaderAverage:
         log_likelihood: float,
         ood_terms: Mapping[str, dict[str, Tensor]],
     ) -> None:
-        """Add a sample.
-
-        Args:
-            module: the sample's module.
-            sample: the sample.
-            scores: the sample's scores on the data of all ranks.
-            scaling: of the targets.
-            log_likelihood: log p(D|θ) of all training data, if the weights need it.
-            ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
-        """
+        """Add a sample; `log_likelihood` is log p(D|θ) of all training data, if the weights need it."""
         terms, log_density, target = scores
         self._check_order(target)
 

@@ -23,15 +23,7 @@ METRICS = ("auroc", "entropy", "brier")
 
 
 class OutOfDistributionData:
-    """The out-of-distribution sets of a `BayesianModelAverage`: their loaders, and a sample's predictions on them.
-
-    Args:
-        sources: a datamodule or a loader, or several by name, or None.
-
-    Raises:
-        TypeError: for any other object.
-        ValueError: for a loader that shuffles.
-    """
+    """The out-of-distribution sets of a `BayesianModelAverage`: their loaders, and a sample's predictions on them."""
 
     def __init__(self, sources: Any) -> None:
         if sources is None:
@@ -62,11 +54,7 @@ class OutOfDistributionData:
         return [f"ood_{name}_{metric}" for name in self.sources for metric in METRICS]
 
     def setup(self, trainer: pl.Trainer, module: EnergyModel) -> None:
-        """Read the data, normalised by the statistics of the trainer's datamodule.
-
-        Raises:
-            ValueError: if the likelihood has no class probabilities, a set is empty, or its loader shuffles.
-        """
+        """Read the data, normalised by the statistics of the trainer's datamodule."""
         if not self.sources:
             return
         if module.likelihood is None or module.likelihood.per_sample_term != "probabilities":
@@ -96,11 +84,7 @@ class OutOfDistributionData:
         return [{key: share.whole(term) for key, term in terms.items()} for terms in each]
 
     def check(self, trainer: pl.Trainer, module: EnergyModel) -> None:
-        """Pass a batch of each set through the network, so that errors occur before hours of training.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: the network's error, with the name of the set.
-        """
+        """Pass a batch of each set through the network, so that errors occur before hours of training."""
         with module.at_chain(0):
             state = {name: tensor.detach() for name, tensor in state_of(module).items()}
         for name in self.sources:

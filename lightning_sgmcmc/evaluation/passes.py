@@ -57,15 +57,9 @@ def full_log_likelihoods(
     """Return log p(D|θ) of all training data for each θ, in one pass without augmentation; processes share the data.
 
     Args:
-        trainer: the run's.
-        chains: the chains of the model, which is in evaluation mode.
         states: each θ, parameters and buffers by name.
-        reason: the option that needs it, for the message.
         of_own_chains: whether they belong to chains of this process, so that only the ranks of its group share the
             data; otherwise all processes have the same ones.
-
-    Raises:
-        ValueError: if the trainer has no training data.
     """
     total = torch.zeros(len(states), dtype=torch.float64)
     call, together = TogetherCall(chains.model, lambda model, batch: model.log_likelihood(batch)), States(states)
@@ -96,15 +90,7 @@ def pass_over_data(
     only on (seed, purpose, chain, steps made), wherever the chain runs.
 
     Args:
-        trainer: the run's.
-        chains: the run's chains.
-        sampler: the chains' sampler.
-        reason: the callback that needs it, for the message.
-        purpose: names the random numbers.
         shuffled: whether the data are in random order, as in training; otherwise in the data set's order.
-
-    Raises:
-        ValueError: if the trainer has no training data, or a data set has no length.
     """
     layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, rows in enumerate(_all_rows(trainer, reason)):
@@ -159,15 +145,7 @@ def _all_rows(trainer: pl.Trainer, reason: str) -> list[TrainingRows]:
 
 
 def indices_of(rows: TrainingRows, reason: str) -> Sequence[int]:
-    """Return the indices of all training rows.
-
-    Args:
-        rows: the rows.
-        reason: what passes over them, for the message.
-
-    Raises:
-        ValueError: if it is not known which rows the loader draws.
-    """
+    """Return the indices of all training rows."""
     if rows.indices is None:
         raise ValueError(
             f"{reason} passes over all training data, and which they are is not known ({rows.source}): pass a data set "
@@ -189,13 +167,7 @@ def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reas
     """Return U of each chain's current state over all training data, in evaluation mode, shape (C,), float64.
 
     Args:
-        trainer: the run's.
-        chains: the chains of this process.
         include_prior: whether U includes -log p(θ).
-        reason: the option that needs it, for error messages.
-
-    Raises:
-        ValueError: if there are no training data.
     """
     states, log_priors, model = [], [], chains.model
     for chain in range(chains.num_chains):
@@ -222,13 +194,7 @@ PURPOSE = "sample energy"
 
 
 def available_kind(kind: Kind, trainer: pl.Trainer, model: EnergyModel) -> Kind:
-    """Return the kind of energy that samples can have in a run, with a warning if it is not as good as it should be.
-
-    Args:
-        kind: the kind that is asked for.
-        trainer: the run's.
-        model: the run's.
-    """
+    """Return the kind of energy that samples can have in a run, with a warning if it is not as good as it should be."""
     if kind == "full" and differs_in_training(model):
         rank_zero_warn(
             "sample_energy='full' computes energies in evaluation mode, but π is learned from training mode, where "
@@ -251,9 +217,6 @@ def sample_energies(
 
     Args:
         kind: "own" for random training data (`fresh_energies`), "full" for all of them, "step" for the last step's.
-        trainer: the run's.
-        chains: the chains of this process.
-        sampler: their sampler.
         include_prior: whether energies include -log p(θ).
     """
     if kind == "step":
@@ -371,15 +334,7 @@ def _undisturbed(model: EnergyModel) -> Iterator[None]:
 
 
 def check_centered(prior: Prior, name: str) -> None:
-    """Raise unless a prior is a Gaussian around a centre, without which there is no local quantity.
-
-    Args:
-        prior: the module's.
-        name: of the callback that needs it, for the message.
-
-    Raises:
-        ValueError: if it has no centre.
-    """
+    """Raise unless a prior is a Gaussian around a centre, without which there is no local quantity."""
     if not isinstance(prior, GaussianPrior) or prior.center is None:
         raise ValueError(
             f"{name} needs a prior centred at the trained weights, got prior={prior!r}: pass "
@@ -389,14 +344,7 @@ def check_centered(prior: Prior, name: str) -> None:
 
 
 def centers_of(chains: Chains) -> dict[str, Tensor]:
-    """Return the prior's centre of each sampled parameter, with the parameter's own shape (of all chains).
-
-    Args:
-        chains: the chains of a fit that has begun, whose prior has passed `check_centered`.
-
-    Raises:
-        ValueError: if a sampled parameter has no centre.
-    """
+    """Return the prior's centre of each sampled parameter, with the parameter's own shape (of all chains)."""
     prior, own = chains.model.prior, chains.trainable
     assert isinstance(prior, GaussianPrior)
     axis, held = int(chains.num_chains > 1), held_rows(chains.model)
@@ -421,7 +369,6 @@ def gamma_of(chains: Chains, temperature: float) -> float | None:
     """Return γ = 1/(τ·std²) of the prior exp(-γ/2·‖w - w*‖²) under exp(-U/τ); None if parameters have several.
 
     Args:
-        chains: as for `centers_of`.
         temperature: τ.
     """
     prior, axis = chains.model.prior, int(chains.num_chains > 1)
@@ -448,15 +395,6 @@ def center_energies(trainer: pl.Trainer, chains: Chains, centers: Mapping[str, T
     """Return n·L(w*) of all training data in evaluation mode, without the prior, shape (C,), float64, in nats.
 
     If all chains of the process have the same centre, it is evaluated once.
-
-    Args:
-        trainer: the run's.
-        chains: the chains of this process.
-        centers: from `centers_of`.
-        reason: the option that needs it, for error messages.
-
-    Raises:
-        ValueError: if there are no training data.
     """
     model, states = chains.model, []
     with at_centers(chains, centers):
@@ -484,14 +422,6 @@ def excess_energies(
       so far, so the difference is unbiased, and most of the noise of their choice cancels.
     * "full": on all training data, in evaluation mode.
     * "step": on the data of the last step, for the state before its update, less the loss at w* on all data.
-
-    Args:
-        kind: one of them.
-        trainer: the run's.
-        chains: the chains of this process.
-        sampler: their sampler.
-        centers: from `centers_of`.
-        center_energy: from `center_energies`.
     """
     if kind == "full":
         return full_energies(trainer, chains, False, "loss='full'") - center_energy

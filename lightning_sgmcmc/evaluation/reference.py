@@ -120,11 +120,7 @@ class Reference:
         return "None" if self.probabilities is None else f"{tuple(self.probabilities.shape)}"
 
     def values(self, probabilities: Tensor) -> dict[str, float]:
-        """Return the agreement and total variation of class probabilities (n, K).
-
-        Raises:
-            ValueError: if the reference has another number of rows or classes.
-        """
+        """Return the agreement and total variation of class probabilities (n, K)."""
         assert self.probabilities is not None
         own = probabilities.cpu()
         return {
@@ -149,10 +145,7 @@ class StoredScores:
     have the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
 
     Args:
-        likelihood: the module's.
         scale: the divisor of the targets, or of each, (D,); scores are in the original units.
-        reference: a predictive to compare with, or None.
-        with_scores: whether scores other than the reference's are wanted.
     """
 
     def __init__(self, likelihood: Any, scale: float | Tensor, reference: Reference | None, with_scores: bool) -> None:
@@ -167,13 +160,7 @@ class StoredScores:
         self._stds: list[Tensor] = []
 
     def add(self, record: SampleRecord, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
-        """Add a sample; return its own scores.
-
-        Args:
-            record: its record.
-            terms: the likelihood's terms.
-            target: the targets.
-        """
+        """Add a sample; return its own scores."""
         found: dict[str, float] = {}
         if self._reference is not None:
             found |= self._of_reference(terms)
@@ -187,12 +174,7 @@ class StoredScores:
         return found
 
     def of_average(self, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
-        """Return the scores of the weighted average of all samples.
-
-        Args:
-            terms: the averaged terms.
-            target: the targets.
-        """
+        """Return the scores of the weighted average of all samples."""
         found: dict[str, float] = {}
         if self._reference is not None:
             found |= self._of_reference(terms)

@@ -49,11 +49,7 @@ class EvaluationShare:
             yield trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the values of all data, in their order.
-
-        Args:
-            tensor: values of this share, along the first axis.
-        """
+        """Return the values of all data, in their order; `tensor` has those of this share along its first axis."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return tensor
         if self.replicas == 1:
@@ -65,14 +61,7 @@ class EvaluationShare:
 
 
 def share_of(trainer: pl.Trainer, loader: Any, limit: float, dataloader_idx: int = 0) -> EvaluationShare:
-    """Return this process's share of the data of a loader that the trainer has prepared.
-
-    Args:
-        trainer: the run's.
-        loader: a loader of evaluation data.
-        limit: number of batches to use.
-        dataloader_idx: index of the loader among the trainer's.
-    """
+    """Return this process's share of the data of a loader that the trainer has prepared."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         share = EvaluationShare(loader, limit)
@@ -120,7 +109,6 @@ class Scorer:
 
     Args:
         module: a `BayesianModule`, in evaluation mode when it is called; its own weights are not changed.
-        compiled: whether torch.compile compiles the samples' common pass, where they run at once.
     """
 
     def __init__(self, module: nn.Module, compiled: bool = False) -> None:
@@ -132,10 +120,6 @@ class Scorer:
 
         Args:
             states: the samples' parameters and buffers, on the module's device.
-            batches: batches there.
-
-        Raises:
-            ValueError: if there are no batches.
         """
         together = States(states)
         with torch.no_grad():
@@ -187,11 +171,7 @@ def _joined(parts: Sequence[tuple[Any, ...]]) -> Scores:
 
 
 def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
-    """Join dictionaries of tensors along the first axis.
-
-    Raises:
-        ValueError: if they differ in another axis, such as sequences that are padded batch by batch.
-    """
+    """Join dictionaries of tensors along the first axis."""
     parts = list(parts)
     for name in parts[0] if parts else ():
         shapes = list(dict.fromkeys(tuple(part[name].shape[1:]) for part in parts))
@@ -253,13 +233,7 @@ def scores_on(
     """Return the scores of each sample on a loader's data, of all ranks.
 
     Args:
-        trainer: the run's.
-        module: the samples' module, in evaluation mode.
-        scorer: scores samples of this module.
         states: the samples' parameters and buffers, on the module's device.
-        loader: the loader of evaluation data, as the trainer has prepared it.
-        limit: number of batches to use.
-        dataloader_idx: index of the loader among the trainer's.
     """
     share = share_of(trainer, loader, limit, dataloader_idx)
     found = []
@@ -298,12 +272,7 @@ class DrawingScores:
         self._drawn, self._scored = list(samples), []
 
     def of(self, sample: PosteriorSample, score: Score) -> SampleScores:
-        """Return the scores of a sample, the drawing's next one, or one that is in no drawing.
-
-        Args:
-            sample: the sample.
-            score: returns the scores of several samples.
-        """
+        """Return the scores of a sample, the drawing's next one, or one that is in no drawing."""
         if not (self._scored and self._scored[0][0] is sample):
             if not (self._drawn and self._drawn[0] is sample):
                 self.begin([sample])

@@ -36,12 +36,6 @@ def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | Non
     """Return the five sentences by the names in `NAMES`.
 
     They need the average's stored log densities and terms only, so they cost no evaluation of the network.
-
-    Args:
-        evaluation: the evaluation, with at least one sample.
-        data: name of its data, such as "test data".
-        health: the run's health report, None without.
-        claim: what the samples are.
     """
     average = evaluation.average
     density = average.log_density if average is not None else torch.empty(0)

@@ -273,8 +273,6 @@ def covered(cdf: Tensor, below: Tensor | None, level: float) -> Tensor:
 
     Args:
         cdf: P(Y ≤ y) at the targets.
-        below: P(Y < y) at the targets of counts, None for continuous ones.
-        level: probability of the interval.
     """
     if below is None:
         return (cdf - 0.5).abs() <= level / 2
@@ -286,11 +284,7 @@ def covered(cdf: Tensor, below: Tensor | None, level: float) -> Tensor:
 
 
 def columns(tensor: Tensor, name: str) -> Tensor:
-    """Return numbers of shape (n, D), from (n, D) or (n,).
-
-    Raises:
-        ValueError: for another shape; the message has the likelihood's name.
-    """
+    """Return numbers of shape (n, D), from (n, D) or (n,)."""
     tensor = at_least_float32(tensor if tensor.is_floating_point() else tensor.float())
     if tensor.dim() == 1:
         return tensor[:, None]

@@ -98,11 +98,7 @@ class MultiLabelBernoulli(Likelihood):
 
 
 class _DenseCategorical(Likelihood, ABC):
-    """Base of the likelihoods with a label for each of a datum's places: its pixels or tokens.
-
-    Args:
-        ignore_index: label of the places that do not count.
-    """
+    """Base of the likelihoods with a label for each of a datum's places: its pixels or tokens."""
 
     per_sample_term = "dense_probabilities"
     applies_itself = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax)

@@ -228,11 +228,7 @@ class MixtureOfGaussians(Likelihood):
 
 
 def matched(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets of one shape (n, D), since others would broadcast.
-
-    Raises:
-        ValueError: if their shapes differ; the message has the likelihood's name.
-    """
+    """Return outputs and targets of one shape (n, D), since others would broadcast."""
     output, target = columns(output, name), columns(target, name)
     if output.shape != target.shape:
         raise ValueError(f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}")

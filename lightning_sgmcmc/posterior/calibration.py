@@ -125,12 +125,7 @@ def fit_calibration(
     identity: str,
     columns: Columns,
 ) -> Calibration:
-    """Fit the number; see `Posterior.calibrate`.
-
-    Raises:
-        TypeError: if the model has no likelihood, or one with another kind of predictive.
-        ValueError: if there are no data.
-    """
+    """Fit the number; see `Posterior.calibrate`."""
     batches = batches_of(data, columns)
     _warn_of_training_data(model, batches)
     likelihood = model.likelihood
@@ -165,15 +160,7 @@ def fit_calibration(
 
 
 def check_predictions(prediction: Prediction, what: str) -> None:
-    """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless.
-
-    Args:
-        prediction: of the validation data.
-        what: the method that needs them, for the message.
-
-    Raises:
-        ValueError: with the number of such data.
-    """
+    """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless."""
     finite = [part.reshape(len(part), -1).isfinite().all(1) for part in prediction.parts.values()]
     count = int((~torch.stack(finite).all(0)).sum())
     if count:
@@ -184,17 +171,7 @@ def check_predictions(prediction: Prediction, what: str) -> None:
 
 
 def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
-    """Return the batches of a loader, or of a datamodule's validation data.
-
-    Args:
-        data: the loader, list of batches or datamodule.
-        columns: what inputs and targets of the samples' fit are.
-        what: the method that needs them, for messages.
-
-    Raises:
-        TypeError: for data of another type.
-        ValueError: for a datamodule without validation data, or with data in other units than the fit's.
-    """
+    """Return the batches of a loader, or of a datamodule's validation data."""
     if isinstance(data, pl.LightningDataModule):
         name = type(data).__name__
         data.prepare_data()
@@ -236,11 +213,7 @@ def _warn_of_bounds(value: float) -> None:
 
 
 def save_calibration(calibration: Calibration, store: SampleStore) -> None:
-    """Write a calibration beside the samples, for `Posterior.load`.
-
-    Raises:
-        ValueError: if the samples are in no folder.
-    """
+    """Write a calibration beside the samples, for `Posterior.load`."""
     if not isinstance(store, DiskStore):
         raise ValueError(
             "save=True needs samples in a folder, and these are in memory or a selection: use Posterior.load(path)"

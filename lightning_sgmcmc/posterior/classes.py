@@ -35,11 +35,7 @@ class NotDescribableError(ValueError):
 
 
 def path_of(value: Any) -> str:
-    """Return the name of a class or function for `find`.
-
-    Raises:
-        NotDescribableError: if it is defined inside a function.
-    """
+    """Return the name of a class or function for `find`."""
     if "<locals>" in value.__qualname__:
         raise NotDescribableError(f"{value.__qualname__} is defined inside a function")
     module = "__main__" if value.__module__ == "__mp_main__" else value.__module__  # the same, in a spawned process
@@ -50,12 +46,7 @@ def find_module_class(path: Any, trust: bool = False) -> type[nn.Module]:
     """Return the torch module class of this name.
 
     Args:
-        path: "package.module:Class", as `path_of` returns it.
         trust: import any module; importing runs its code.
-
-    Raises:
-        NotDescribableError: if there is no such class, it is not a torch module, or its module is neither imported nor
-            one of torch's or this library's networks.
     """
     found = find(path, trust)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
@@ -67,13 +58,6 @@ def check_texts(cls: type[nn.Module], arguments: Any) -> None:
     """Raise if a text of a store would reach a constructor that may take it for a file or a download.
 
     A class of another installed package gets no text at all, a user's own class none with a separator.
-
-    Args:
-        cls: the class.
-        arguments: plain data, and modules that are built already.
-
-    Raises:
-        NotDescribableError: if so.
     """
     if _is_below(cls.__module__, IMPORTED):
         return
@@ -101,13 +85,7 @@ def texts_of(values: Any) -> Iterator[str]:
 
 
 def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:
-    """Return the class or function of this name; see `find_module_class`.
-
-    Args:
-        path: "package.module:Class".
-        trust: import any module.
-        packages: packages besides `IMPORTED` whose modules are imported.
-    """
+    """Return the class or function of this name; see `find_module_class`."""
     parts = path.split(":") if isinstance(path, str) else []
     names = [name for part in parts for name in part.split(".")]
     if len(parts) != 2 or not all(name.isidentifier() for name in names):

@@ -58,9 +58,6 @@ def describe(value: Any) -> Any:
 
     A module is described by its class and its constructor arguments: the recorded ones (`recorded_arguments`), else the
     attributes with the same names, as in torch's own layers. A model of torchvision is described by its builder.
-
-    Raises:
-        NotDescribableError: if the value, or a part of it, cannot be described.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -127,13 +124,8 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
     """Rebuild the value from its description.
 
     Args:
-        description: what `describe` returned.
         net: the network to use as the model's argument `net`; None builds the described one.
         trust: import any module that a description names; importing runs its code.
-
-    Raises:
-        NotDescribableError: if a named class cannot be found or is not a torch module, its constructor refuses the
-            arguments, or a network is missing.
     """
     import_named(description, trust)  # importing them makes many tensors too
     try:
@@ -242,12 +234,7 @@ class _FewParts(TorchFunctionMode):
 
 
 def warn_of_other_network(description: Any, model: EnergyModel) -> None:
-    """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes.
-
-    Args:
-        description: a store's, or None.
-        model: the model that the user has passed.
-    """
+    """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes."""
     try:
         with model.at_chain(0):
             found = first_difference(description, describe(model)) if description is not None else None

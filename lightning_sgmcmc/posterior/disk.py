@@ -393,9 +393,6 @@ class LaggingStore(DiskStore):
     Whoever reads the records waits until all samples in the queue are on the disk, so a checkpoint, whose state has
     the records, refers to no other samples. An error of the thread is raised by the next `append_later`, and by every
     reader until `close`.
-
-    Args:
-        path: an existing store's folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -423,10 +420,6 @@ class LaggingStore(DiskStore):
         Args:
             sample: the sample, on any device.
             copy: waits for the device, and returns the sample in host memory; called in the thread.
-
-        Raises:
-            ValueError: if the store has a sample of this step and chain.
-            OSError: if an earlier one could not be written.
         """
         self._take_place(sample)
         writer = self._open_writer()
@@ -467,11 +460,7 @@ class LaggingStore(DiskStore):
         super().reload()
 
     def close(self) -> None:
-        """Wait for the queue, and end the thread; later samples begin another one.
-
-        Raises:
-            OSError: if a sample could not be written.
-        """
+        """Wait for the queue, and end the thread; later samples begin another one."""
         writer, self._writer = self._writer, None
         if writer is None:
             return

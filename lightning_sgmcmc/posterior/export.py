@@ -72,17 +72,11 @@ def to_inference_data(
     equally: it ignores importance weights.
 
     Args:
-        store: the samples.
         parameters: names, or shell patterns ("net.0.*"); None exports small ones (see `max_elements`). Parameters of a
             deep network are not identified (its units can be permuted), so they reveal less about mixing than
             energies and predictions do.
         predictions: each sample's predictions by name, shape (S, …) in the order of the samples
             (`posterior.predict(x, return_samples=True).sample_probabilities`, or `.sample_means`).
-        max_elements: without `parameters`, the largest number of elements of an exported parameter.
-
-    Raises:
-        ValueError: if there are no samples, a pattern matches no parameter, or the number of predictions is not the
-            number of samples.
     """
     arviz = import_arviz()
     if len(store) == 0:
@@ -111,11 +105,7 @@ def to_inference_data(
 def choose_parameters(
     shapes: Mapping[str, tuple[int, ...]], patterns: Sequence[str] | None, max_elements: int = SMALL
 ) -> list[str]:
-    """Return the names that match a pattern, or without patterns those of small parameters, in the network's order.
-
-    Raises:
-        ValueError: if a pattern matches no name.
-    """
+    """Return the names that match a pattern, or without patterns those of small parameters, in the network's order."""
     if patterns is None:
         return [name for name, shape in shapes.items() if math.prod(shape) <= max_elements]
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -233,11 +223,7 @@ def parameter_table(
     by: Literal["parameter", "element", "layer"],
     caption: str,
 ) -> ParameterTable:
-    """Return the table; see `Posterior.summary`. Samples are read one at a time.
-
-    Raises:
-        ValueError: if there are no samples, another `by`, or a pattern that matches no parameter.
-    """
+    """Return the table; see `Posterior.summary`. Samples are read one at a time."""
     check_choice("by", by, ("parameter", "element", "layer"))
     if len(store) == 0:
         raise ValueError("the posterior has no samples to summarise")

@@ -100,11 +100,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def describe_transformer(module: Any) -> dict[str, Any]:
-    """Return a model's class and configuration.
-
-    Raises:
-        NotDescribableError: if its configuration is of another package, or names code to download.
-    """
+    """Return a model's class and configuration."""
     config = module.config
     if not type(config).__module__.startswith(PACKAGE):
         raise NotDescribableError(f"the configuration {type(config).__name__} is not one of transformers'")
@@ -121,11 +117,7 @@ def describe_transformer(module: Any) -> dict[str, Any]:
 
 
 def check_family(description: Mapping[str, Any]) -> None:
-    """Raise unless a described model is of `FAMILIES`, and so are the models in its configuration.
-
-    Raises:
-        NotDescribableError: if not; the message says what to pass instead.
-    """
+    """Raise unless a described model is of `FAMILIES`, and so are the models in its configuration."""
     for place in ("class", "config"):
         path = str(description[place])
         named = MODULE.fullmatch(path)
@@ -145,16 +137,7 @@ def check_family(description: Mapping[str, Any]) -> None:
 
 
 def build_transformer(description: Mapping[str, Any], trust: bool = False) -> nn.Module:
-    """Return the described model with untrained weights.
-
-    Args:
-        description: what `describe_transformer` returned.
-        trust: build every architecture of transformers, and not only those of `FAMILIES`.
-
-    Raises:
-        NotDescribableError: if the named classes are not a model of transformers and its configuration, or the
-            architecture is not one of `FAMILIES`.
-    """
+    """Return the described model with untrained weights."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     if not trust:
@@ -174,11 +157,7 @@ def build_transformer(description: Mapping[str, Any], trust: bool = False) -> nn
 
 
 def sound_values(values: Any) -> Any:
-    """Return a configuration without the entries that name code, files or downloads.
-
-    Raises:
-        NotDescribableError: if it names a network to download, or has more layers than any network.
-    """
+    """Return a configuration without the entries that name code, files or downloads."""
     if isinstance(values, list):
         return [sound_values(value) for value in values]
     if not isinstance(values, dict):
@@ -227,15 +206,7 @@ def _model_types(values: Any) -> Iterator[str]:
 
 
 def describe_adapted(module: Any, describe: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a LoRA model's adapter and the description of the network below.
-
-    Args:
-        module: a model of peft.
-        describe: describes the network below.
-
-    Raises:
-        NotDescribableError: if it has several adapters, or another kind than LoRA.
-    """
+    """Return a LoRA model's adapter and the description of the network below."""
     kinds = [type(config).__name__ for config in module.peft_config.values()]
     if kinds != ["LoraConfig"]:
         raise NotDescribableError(f"its adapters are {', '.join(kinds) or 'none'}, and one LoraConfig is supported")
@@ -253,15 +224,7 @@ def describe_adapted(module: Any, describe: Callable[[Any], Any]) -> dict[str, A
 
 
 def build_adapted(description: Mapping[str, Any], build: Build) -> nn.Module:
-    """Return the described network with its adapter, untrained.
-
-    Args:
-        description: what `describe_adapted` returned.
-        build: builds the network below.
-
-    Raises:
-        NotDescribableError: for another adapter than LoRA, or other arguments than those of `LORA`.
-    """
+    """Return the described network with its adapter, untrained."""
     from peft import LoraConfig, get_peft_model
 
     arguments = description["arguments"]["dict"]
@@ -285,15 +248,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def import_named(description: Any, trust: bool = False) -> None:
-    """Import the packages that a description needs, if they are installed.
-
-    Args:
-        description: of a network.
-        trust: import every architecture of transformers, see `build_transformer`.
-
-    Raises:
-        NotDescribableError: if one is not installed, or is an architecture that is not imported.
-    """
+    """Import the packages that a description needs, if they are installed."""
     for part in _parts(description):
         package = "peft" if "peft" in part else "transformers"
         if package == "transformers" and not trust:
@@ -336,11 +291,7 @@ def is_vision_model(module: nn.Module) -> bool:
 
 
 def describe_by_builder(module: nn.Module) -> tuple[str, dict[str, Any], dict[str, nn.Module]]:
-    """Return a builder's name, its arguments, and the parts of the network that differ from what it builds.
-
-    Raises:
-        NotDescribableError: if no builder of torchvision makes such a network.
-    """
+    """Return a builder's name, its arguments, and the parts of the network that differ from what it builds."""
     options = {name: vars(module)[name] for name in OPTIONS if name in vars(module)}
     best: tuple[str, dict[str, Any], dict[str, nn.Module]] | None = None
     for builder in _builders():
@@ -363,11 +314,7 @@ def describe_by_builder(module: nn.Module) -> tuple[str, dict[str, Any], dict[st
 
 
 def find_builder(path: Any) -> Make:
-    """Return torchvision's builder of this name.
-
-    Raises:
-        NotDescribableError: if torchvision has no builder of this name.
-    """
+    """Return torchvision's builder of this name."""
     found = find(path)
     if not any(found is builder for builder in _builders()):
         raise NotDescribableError(f"{path} is not one of torchvision's models")
@@ -375,11 +322,7 @@ def find_builder(path: Any) -> Make:
 
 
 def build_by(builder: Make, arguments: dict[str, Any]) -> nn.Module:
-    """Return the builder's network with untrained weights; nothing is downloaded.
-
-    Raises:
-        NotDescribableError: for another argument than those of `OPTIONS`.
-    """
+    """Return the builder's network with untrained weights; nothing is downloaded."""
     if not arguments.keys() <= set(OPTIONS):
         raise NotDescribableError(f"{builder.__name__} takes only {', '.join(OPTIONS)}, got {', '.join(arguments)}")
     known = builder.__kwdefaults__ or {}
@@ -387,11 +330,7 @@ def build_by(builder: Make, arguments: dict[str, Any]) -> nn.Module:
 
 
 def replace_part(network: nn.Module, name: str, part: nn.Module) -> None:
-    """Replace the submodule of this name.
-
-    Raises:
-        NotDescribableError: if the network has none.
-    """
+    """Replace the submodule of this name."""
     parent, _, last = name.rpartition(".")
     owner = dict(network.named_modules()).get(parent)
     if owner is None or last not in owner._modules:

@@ -94,15 +94,7 @@ def line_of(record: SampleRecord) -> str:
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Return what a manifest says; an incomplete last line is ignored.
-
-    Args:
-        content: of the file.
-        where: the file's name for messages.
-
-    Raises:
-        ValueError: if it is not a manifest, or has another version.
-    """
+    """Return what a manifest says; an incomplete last line is ignored."""
     foreign = ValueError(f"{where} is not the manifest of a sample store")
     header, *lines = content.split(b"\n")[:-1] or [b""]
     try:
@@ -134,11 +126,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 
 def records_from(entries: Iterable[Any]) -> list[SampleRecord]:
-    """Return the records with these fields; see `record_from`.
-
-    Raises:
-        ValueError: also if two are of one sample, which would count twice in every average.
-    """
+    """Return the records with these fields; see `record_from`."""
     seen: set[tuple[int, int, int]] = set()
     return [_once(record_from(entry), seen) for entry in entries]
 
@@ -152,11 +140,7 @@ def _once(record: SampleRecord, seen: set[tuple[int, int, int]]) -> SampleRecord
 
 
 def record_from(entry: Any) -> SampleRecord:
-    """Return the record with these fields.
-
-    Raises:
-        ValueError: if a field is missing, unknown or has the wrong type, or the file's name is not a sample's.
-    """
+    """Return the record with these fields."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"a sample's record should be a dictionary, got a {type(entry).__name__}")
     counts: list[Any] = [entry.get(name) for name in ("step", "cycle", "chain")]
@@ -228,12 +212,7 @@ def checksum(content: bytes) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, of which only the header is read; its name may be no UTF-8, which safetensors demands.
-
-    Raises:
-        OSError: if it is missing, a link or a device.
-        SafetensorError: if it is damaged.
-    """
+    """Open a safetensors file and read its header; its name may be no UTF-8, which safetensors demands."""
     check_regular(path)
     name = str(path)
     if name == name.encode(errors="ignore").decode():
@@ -245,12 +224,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_sample_file(path: Path) -> bytes:
-    """Return a sample file's content.
-
-    Raises:
-        OSError: if it is missing, a link or a device.
-        SafetensorError: if it is large, and not as large as its header says.
-    """
+    """Return a sample file's content."""
     check_regular(path)
     if path.stat().st_size > LARGE_SAMPLE:
         with opened(path):  # reads only the header
@@ -268,11 +242,7 @@ class OpenFiles:
         self._descriptors: dict[str, int] = {}
 
     def hold(self, name: str, path: Path) -> None:
-        """Open a file.
-
-        Raises:
-            OSError: if it is missing, a link or a device.
-        """
+        """Open a file."""
         check_regular(path)
         self._descriptors[name] = os.open(path, os.O_RDONLY)
 
@@ -427,15 +397,7 @@ SHARED = "shared.safetensors"
 
 
 def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> str | None:
-    """Write the shared tensors, and return the checksum of their file; without any, write nothing and return None.
-
-    Args:
-        folder: the store's.
-        tensors: by name.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Write the shared tensors, and return the checksum of their file; without any, write nothing and return None."""
     if not tensors:
         return None
     apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -445,15 +407,7 @@ def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def read_shared(folder: Path, expected: str) -> dict[str, Tensor]:
-    """Return the shared tensors by name.
-
-    Args:
-        folder: the store's.
-        expected: the checksum of the file.
-
-    Raises:
-        ValueError: if the file is missing or damaged.
-    """
+    """Return the shared tensors by name."""
     path = folder / SHARED
     try:
         for place in (folder, *aside_folders(folder)):  # a later fit may have moved the store aside
@@ -468,11 +422,7 @@ def read_shared(folder: Path, expected: str) -> dict[str, Tensor]:
 
 
 def shared_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the shared tensors by name; only the file's header is read.
-
-    Raises:
-        ValueError: if the file is missing or damaged.
-    """
+    """Return the shapes of the shared tensors by name; only the file's header is read."""
     path = folder / SHARED
     try:
         with opened(path) as file:

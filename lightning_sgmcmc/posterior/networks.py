@@ -22,16 +22,7 @@ from lightning_sgmcmc.tables import TargetScaling
 
 
 def model_of(store: DiskStore, net: nn.Module | None = None, trust: bool = False) -> tuple[EnergyModel | None, str]:
-    """Return the model that a store describes, or None and the reason.
-
-    Args:
-        store: the samples.
-        net: the network to use instead of the described one.
-        trust: import any module that the description names.
-
-    Raises:
-        ValueError: if `net` is given, and it does not fit the samples or the description has no place for it.
-    """
+    """Return the model that a store describes, or None and the reason."""
     description = store.model_description
     if description is None:
         if net is not None:
@@ -96,11 +87,7 @@ RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", 
 
 
 class ForwardNetwork(nn.Module):
-    """The layers of a module that defines `forward` or `output_of` itself, with these methods, without Lightning.
-
-    Args:
-        model: the module, of one chain.
-    """
+    """The layers of a module that defines `forward` or `output_of` itself, with these methods, without Lightning."""
 
     def __init__(self, model: EnergyModel) -> None:
         super().__init__()
@@ -134,14 +121,6 @@ def plain_networks(
     """Yield each sample's network and likelihood, in evaluation mode; see `Posterior.networks`.
 
     Tensors that samples do not contain are copied once and shared by all networks.
-
-    Args:
-        store: the samples.
-        model: their model.
-        with_hooks: whether a network has the model's `output_of`, if it defines one.
-
-    Raises:
-        ValueError: if a sample is damaged or belongs to another network, or the samples are dropout masks.
     """
     device = next(model.parameters()).device
     shared: dict[str, Tensor] = {}
@@ -167,15 +146,7 @@ def _with_tensors(
     common: Mapping[str, Tensor],
     shared: dict[str, Tensor],
 ) -> tuple[nn.Module, nn.Module | None]:
-    """Return copies of a model's network and likelihood with the tensors of a sample.
-
-    Args:
-        model: the model, at one chain.
-        network: of the model.
-        own_state: the tensors that differ from other samples', by name.
-        common: those that all samples have in common and that are not in `shared` yet.
-        shared: those that other networks have already.
-    """
+    """Return copies of a model's network and likelihood with the tensors of a sample."""
     own = state_of(model)
     # No tensor is copied with the modules: each is replaced below.
     parts: list[Any] = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})

@@ -110,9 +110,7 @@ def with_distributions(
     """Return a prediction that knows the samples' distributions, or why it does not.
 
     Args:
-        prediction: the averages'.
         likelihood: of the samples; None for a module with its own predictive terms.
-        kept: what was kept of the samples.
         weights: the samples', shape (S,), summing to 1.
     """
     if kept.is_dropped:
@@ -195,10 +193,6 @@ def average_predictions(
     """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`.
 
     The samples are read several times if the inputs are many.
-
-    Raises:
-        RuntimeError: if the model has no likelihood.
-        ValueError: if there are no inputs, or a sample is damaged.
     """
     model = samples.model
     batches = batches_in(inputs, model.accepted_arguments)
@@ -264,10 +258,6 @@ class ReadySamples:
 
     Kept states take at most `KEPT` bytes in host memory, or a quarter of a CUDA device's free memory; others are read
     from the store for every prediction, and for every `CHUNK` of its inputs.
-
-    Args:
-        store: the samples.
-        model: their model.
     """
 
     def __init__(self, store: SampleStore, model: EnergyModel) -> None:
@@ -296,11 +286,7 @@ class ReadySamples:
         return self._groups is not None
 
     def groups(self) -> Iterator[States]:
-        """Yield the samples' states, in their order, in groups that run together.
-
-        Raises:
-            ValueError: if a sample is damaged, or belongs to another network.
-        """
+        """Yield the samples' states, in their order, in groups that run together."""
         if self._groups is not None:
             yield from self._groups
             return
@@ -372,11 +358,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
 
 
 def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
-    """Warn about predictions that are NaN or infinite.
-
-    Args:
-        terms: the averaged terms of a predictive, first axis n.
-    """
+    """Warn about predictions that are NaN or infinite; `terms` have the first axis n."""
     if bool(torch.stack([term.isfinite().all() for term in terms.values()]).all()):
         return
     bad = torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()])
@@ -466,12 +448,7 @@ def per_sample_term_of(terms: Mapping[str, Tensor]) -> str:
 
 
 def prediction_of(terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
-    """Return the prediction that averages of `completed` terms describe.
-
-    Args:
-        terms: the averages.
-        per_sample: the term of each sample that `per_sample_term_of` names, None without.
-    """
+    """Return the prediction that averages of `completed` terms describe."""
     if "probabilities" in terms or "square" in terms:
         kind = Categorical if "probabilities" in terms else Likelihood
         return kind().prediction(terms, per_sample)

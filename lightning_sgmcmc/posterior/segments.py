@@ -22,11 +22,6 @@ class SegmentWalk:
 
     Parameters and floating-point buffers, such as BatchNorm's running statistics, are interpolated. Samples are read
     two at a time; the data are the first batches of this process's share.
-
-    Args:
-        pairs: largest number of segments (see `segment_pairs`).
-        points: points on each segment, including both ends.
-        batches: number of batches of data.
     """
 
     def __init__(self, pairs: int, points: int, batches: int) -> None:
@@ -39,9 +34,6 @@ class SegmentWalk:
         """Return kind, name and values of each segment; empty without samples, pairs or data.
 
         Args:
-            trainer: the run's.
-            module: the model of the samples.
-            posterior: the samples.
             stage: "val" or "test", which selects the data.
         """
         if posterior is None or self.pairs == 0:
@@ -104,10 +96,6 @@ def scaling_of_run(trainer: pl.Trainer, module: Any) -> TargetScaling:
     """Return the scaling of a run's targets: in a fit its datamodule's, afterwards that of the stored samples.
 
     A store that does not know it leaves it to the datamodule.
-
-    Args:
-        trainer: the run's.
-        module: its `BayesianModule`.
     """
     store = getattr(getattr(module, "posterior", None), "store", None)
     known = None if store is None or trainer.state.fn == "fit" else store.scaling

@@ -117,8 +117,6 @@ class StoreView(SampleStore):
     """Read-only selection of another store's samples, in any order and with repetition, with its own weights.
 
     Args:
-        store: the other store.
-        indices: indices of its samples.
         log_weights: their log importance weights in this view.
         comparable: whether these compare across chains; None keeps what the samples' records say.
     """

@@ -28,7 +28,6 @@ class MergedStore(SampleStore):
     """Read-only samples of several stores, one store after another; nothing is copied.
 
     Args:
-        stores: the stores, each with at least one sample.
         masses: the total weight of each store, positive; only their ratios count.
     """
 
@@ -84,12 +83,7 @@ class MergedStore(SampleStore):
 def merged_store(
     stores: Sequence[SampleStore], models: Sequence[EnergyModel | None], masses: Sequence[float] | None
 ) -> MergedStore:
-    """Return the samples of several stores as one store; see `Posterior.merge`.
-
-    Raises:
-        ValueError: if a store is empty or given twice, its network or its scaling of the targets differs from the
-            first one's, its weights are all 0, or masses are not one positive number for each.
-    """
+    """Return the samples of several stores as one store; see `Posterior.merge`."""
     for number, store in enumerate(stores):
         if len(store) == 0:
             raise ValueError(f"posterior {number} of {len(stores)} has no samples to merge: leave it out")
@@ -173,12 +167,7 @@ Samples = TypeVar("Samples", bound="StoredSamples")
 
 
 class StoredSamples:
-    """The part of a `Posterior` that needs no network: samples, weights, selections, export.
-
-    Args:
-        store: the samples.
-        model: the `BayesianModule` of the samples, or None.
-    """
+    """The part of a `Posterior` that needs no network: samples, weights, selections, export."""
 
     def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
         if not isinstance(store, SampleStore):
@@ -449,11 +438,6 @@ def thinned(chains: Sequence[int], every: int | None, count: int | None) -> list
 
     Args:
         chains: the chain of each sample, in the order of drawing.
-        every: keep each chain's newest sample and every so many-th before it.
-        count: keep so many in all, the same share of each chain, evenly spaced.
-
-    Raises:
-        ValueError: unless exactly one of both is given, and for a count larger than the number of samples.
 
     >>> thinned([0, 1, 0, 1, 0, 1], every=2, count=None)
     [0, 1, 4, 5]

@@ -40,16 +40,7 @@ Job = Callable[[], Callable[[], None]]
 
 
 def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleRecord:
-    """Write a sample's file and its line in the manifest, both flushed to the disk; return its record.
-
-    Args:
-        folder: the store's.
-        sample: the sample.
-        earlier: number of samples before it, for the message.
-
-    Raises:
-        OSError: if either cannot be written.
-    """
+    """Write a sample's file and its line in the manifest, both flushed to the disk; return its record."""
     name = sample_name(sample.step, sample.chain, sample.draw)
     content = sample_content(sample)
     record = record_of(sample, name, checksum(content))
@@ -84,11 +75,7 @@ def add_line(path: Path, line: str) -> None:
 
 
 class BackgroundWriter:
-    """Does the writing for a folder in a thread, one job after another; after a failure it does no further job.
-
-    Args:
-        folder: where the jobs write.
-    """
+    """Does the writing for a folder in a thread, one job after another; after a failure it does no further job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -106,11 +93,7 @@ class BackgroundWriter:
         """Queue a job; wait if more than `LARGEST_WAITING` bytes are waiting.
 
         Args:
-            job: the job.
             size: bytes of memory that it holds.
-
-        Raises:
-            Exception: the one with which an earlier job failed.
         """
         while self._waiting and (self._waiting[0][0].done() or self._size() + size > LARGEST_WAITING):
             self._take()
@@ -141,11 +124,7 @@ class BackgroundWriter:
             future.result()
 
     def settle(self) -> None:
-        """Wait for all jobs, and finish those that succeeded in the calling thread.
-
-        Raises:
-            Exception: the one with which a job failed.
-        """
+        """Wait for all jobs, and finish those that succeeded in the calling thread."""
         while self._waiting:
             self._take()
         finished, self._finished = self._finished, []
@@ -158,11 +137,7 @@ class BackgroundWriter:
             raise self._error
 
     def close(self) -> None:
-        """Wait for all jobs, and end the thread.
-
-        Raises:
-            Exception: the one with which a job failed.
-        """
+        """Wait for all jobs, and end the thread."""
         try:
             self.settle()
         finally:
@@ -205,13 +180,6 @@ class StoreLock:
     The lock belongs to the open file, so nothing else that reads or copies `.lock` can drop it, and another fit of this
     process is refused like one of another process. It ends with the process, however it ends; processes forked later do
     not have it. Where the file system has no locks, a warning says so, and only fits of this process are refused.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        InUseError: if another fit holds the folder.
-        OSError: if the folder cannot be made or written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -244,9 +244,6 @@ def poisson_log_prob(counts: Tensor, log_rate: Tensor) -> Tensor:
     Args:
         counts: y ≥ 0.
         log_rate: η, of the same shape.
-
-    Returns:
-        in the dtype of `log_rate`.
     """
     y, exact = widest(counts), widest(log_rate)
     return (y * exact - exact.exp() - torch.lgamma(y + 1)).to(log_rate.dtype)
@@ -260,10 +257,6 @@ def negative_binomial_log_prob(counts: Tensor, log_mean: Tensor, log_r: Tensor) 
     Args:
         counts: y ≥ 0.
         log_mean: log m, of the same shape.
-        log_r: broadcasts to it.
-
-    Returns:
-        in the dtype of `log_mean`.
     """
     y, log_m, log_r = widest(counts), widest(log_mean), widest(log_r)
     r, logits = log_r.exp(), log_m - log_r
@@ -279,9 +272,6 @@ def student_t_normaliser(df: Tensor) -> Tensor:
 
     Args:
         df: ν > 0.
-
-    Returns:
-        in the dtype of `df`.
     """
     half = widest(df) / 2
     return (log_gamma_rise(half, torch.full_like(half, 0.5)) - math.log(2 * math.pi) / 2).to(df.dtype)

@@ -186,11 +186,7 @@ class Prediction:
 
 
 def checked_quantile(q: float) -> float:
-    """Return q if it is in (0, 1).
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Return q if it is in (0, 1)."""
     if not 0 < q < 1:
         raise ValueError(f"q must be in (0, 1), got {q}: 0.5 is the median")
     return q

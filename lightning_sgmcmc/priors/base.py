@@ -151,7 +151,6 @@ def columns_of(values: Sequence[float], tensors: Sequence[Tensor]) -> "float | T
     """Return a value of each tensor as one for each column of its rows, shape (P,), or one number if all are equal.
 
     Args:
-        values: one for each tensor.
         tensors: with a leading axis of chains.
     """
     if len(set(values)) == 1:
@@ -168,13 +167,7 @@ def log_of(values: "float | Tensor", count: int) -> float:
 
 
 def check_patterns(name: str, patterns: Sequence[str], names: Collection[str]) -> None:
-    """Raise ValueError unless every pattern except "*" is the first that matches some parameter.
-
-    Args:
-        name: of the argument, for messages.
-        patterns: in their order.
-        names: of the parameters.
-    """
+    """Raise ValueError unless every pattern except "*" is the first that matches some parameter."""
     applied = {next((p for p in patterns if fnmatchcase(parameter, p)), None) for parameter in names}
     for pattern in patterns:
         if pattern in applied or pattern == "*":

@@ -23,10 +23,6 @@ class GivenCenter:
     Args:
         source: a state dict, or the path of a checkpoint of Lightning's, a state dict by `torch.save`, or a safetensors
             file, such as a sample's.
-
-    Raises:
-        ValueError: if the file is missing, damaged or holds no tensors, or a tensor is not finite.
-        TypeError: if it is something else.
     """
 
     def __init__(self, source: Any) -> None:
@@ -51,12 +47,7 @@ class GivenCenter:
         """Return the centre of a parameter.
 
         Args:
-            name: of the parameter in the module.
-            shape: of the parameter in one chain.
             held: the row that the shape lacks, if any (see `held`), and the result too.
-
-        Raises:
-            ValueError: if there is none of this name and shape.
         """
         known = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
         found = next((self._tensors[own] for own in known if own in self._tensors), None)

@@ -13,7 +13,6 @@ class Entries(dict[str, Tensor]):
     """Tensors by name without their held rows.
 
     Args:
-        tensors: by name, without these rows.
         held: the place of the row that each of some tensors lacks.
     """
 
@@ -52,7 +51,6 @@ def without_held(tensors: Mapping[str, Tensor], held: Mapping[str, int], axis: i
 
     Args:
         tensors: by name; names that have no held row, such as those of a prior's tensors, stay as they are.
-        held: from `held_rows`.
         axis: of the rows: 1 for tensors with a leading axis of chains.
     """
     if not held:
@@ -66,8 +64,6 @@ def sampled_columns(tensors: Mapping[str, Tensor], held: Mapping[str, int], axis
 
     Args:
         tensors: by name, in the order of the columns.
-        held: from `held_rows`.
-        axis: as for `without_held`.
     """
     found, start, place = [], 0, 0
     for name, tensor in tensors.items():

@@ -29,11 +29,7 @@ Kernel = Literal["nuts", "hmc"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How chains are made; see `sample`.
-
-    Raises:
-        ValueError: for an argument out of range.
-    """
+    """How chains are made; see `sample`."""
 
     kernel: Kernel = "nuts"
     warmup: int = 1000
@@ -243,16 +239,12 @@ class HamiltonianChains:
     Args:
         potential: U and its gradient.
         initial: positions at the start, shape (C, P), with finite energies.
-        settings: of the run.
         chains: the number in the run of each chain, by which it draws; None is 0, 1, ….
 
     Attributes:
         iteration: iterations made.
         phase: the present states.
         variance: v, the diagonal of the inverse mass, shape (C, P).
-
-    Raises:
-        ValueError: if the energy of a start is not finite.
     """
 
     def __init__(

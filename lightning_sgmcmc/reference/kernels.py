@@ -87,9 +87,7 @@ def with_momenta(state: Phase, variance: Tensor, draws: "Draws") -> tuple[Phase,
     """Return the phases with momenta drawn from N(0, 1/v), and H there, shape (C,), float64.
 
     Args:
-        state: of C chains.
         variance: v, shape (C, P).
-        draws: the random numbers.
     """
     start = state._replace(momentum=draws.normal() / variance.sqrt())
     return start, start.energy + kinetic(start.momentum, variance)
@@ -125,7 +123,6 @@ class Draws:
     They are drawn on the host in double precision, so they are the same on every device and in every dtype.
 
     Args:
-        generators: one for each chain, seeded for the iteration.
         like: a tensor of shape (C, P) whose dtype and device the normal numbers get.
     """
 
@@ -143,7 +140,6 @@ class Draws:
         """Return numbers in [0, 1), shape (n, count), float64.
 
         Args:
-            count: numbers of each chain.
             chains: places of the chains that draw; None is all.
         """
         own = self._generators if chains is None else [self._generators[c] for c in chains]
@@ -291,7 +287,6 @@ def subtree(
 
     Args:
         potential: U and its gradient.
-        end: the end of the trajectory that is continued.
         step: ε with the sign of the direction, shape (C,).
         variance: v, shape (C, P).
         hamiltonian: H_0, of the trajectory's start, shape (C,), float64.

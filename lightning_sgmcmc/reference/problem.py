@@ -45,11 +45,6 @@ def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
     Args:
         model: the model, whose device and dtype the batches get.
         data: a pair of tensors (x, y), a data set, a loader of one, or a datamodule.
-        batch_size: data in a batch at most.
-
-    Raises:
-        TypeError: if `data` has another type.
-        ValueError: if the data have no length, there are none, or a part of them is NaN.
     """
     datamodule = data if isinstance(data, pl.LightningDataModule) else None
     with unchanged_generators([model.device]):
@@ -166,9 +161,6 @@ class FullEnergy:
     Attributes:
         names: the sampled parameters, in the order of the columns, which are those of their sampled entries.
         gradients: gradients of one chain over all data so far.
-
-    Raises:
-        ValueError: if the model defines its own `log_prior` beside a `HierarchicalPrior`.
     """
 
     def __init__(
@@ -314,12 +306,8 @@ class Problem:
     """The posterior of a module given its data; the module is copied and stays as it is.
 
     Args:
-        module: the module, of one chain or not yet stacked.
-        data: see `all_batches`.
-        batch_size: data in a piece of the energy.
         chains: C.
         start: how chains start, see `BayesianModule`; None is as the module says.
-        seed: of the starts, and of the scales of a `HierarchicalPrior`.
         dtype: of the chains; None is the module's.
 
     Attributes:
@@ -328,11 +316,6 @@ class Problem:
         num_data: N.
         initial: positions at the start, shape (C, P).
         columns: what inputs and targets are, if a datamodule says so.
-
-    Raises:
-        TypeError: if the module is no `BayesianModule`.
-        ValueError: for a module with stacked chains, a temperature that is not one positive number, BatchNorm without
-            running statistics, or data that do not suit the module.
     """
 
     def __init__(
@@ -391,7 +374,6 @@ class Problem:
             row: the sampled parameters, shape (P,).
             energy: U/τ.
             step: the iteration, from 1, warm-up included.
-            chain: its number in the run.
         """
         model, shared = self.model, self.shared()
         self.energy.put(row)

@@ -150,12 +150,7 @@ def missing_information(hamiltonians: np.ndarray) -> list[float]:
 
 
 def doubts(report: ReferenceReport, quantities: int) -> list[str]:
-    """Return what makes a run's draws doubtful as a truth, a sentence each.
-
-    Args:
-        report: the run's, without warnings.
-        quantities: number of quantities that R-hat is of.
-    """
+    """Return what makes a run's draws doubtful as a truth, a sentence each."""
     chains, draws, found = report.chains, report.draws, []
     diverged = sum(report.divergences)
     if diverged:
@@ -204,21 +199,9 @@ class RunFolder:
 
     `samples` is the store, and `chains.pt` the state of the chains after an iteration that is complete in the store.
 
-    Args:
-        path: the folder, created if needed.
-        facts: what the draws depend on, as plain data.
-        description: of the network, see `DiskStore.create`.
-        columns: what inputs and targets are.
-        shared: what is not sampled, by name.
-
     Attributes:
         store: the samples.
         state: the state to continue from; None for a new run.
-
-    Raises:
-        FileExistsError: if the folder has samples of another kind of run.
-        ValueError: if it has a run that depends on other facts, or its state is damaged.
-        RuntimeError: if another process writes there.
     """
 
     def __init__(
@@ -288,11 +271,7 @@ class RunFolder:
         return store
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write the state of the chains.
-
-        Args:
-            state: plain data and tensors.
-        """
+        """Write the state of the chains."""
         content = io.BytesIO()
         torch.save({"facts": self._facts, "state": dict(state)}, content)
         write_atomically(self.path / STATE, content.getbuffer())
@@ -352,11 +331,8 @@ class Traces:
         """Return the record of a run that has ended.
 
         Args:
-            chains: the chains.
-            settings: of the run.
             parameters: P.
             num_data: N.
-            seconds: that it took.
         """
         count = len(self._hamiltonians)
         means = {name: (total / count).tolist() for name, total in self._sums.items()}

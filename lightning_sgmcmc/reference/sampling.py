@@ -148,9 +148,6 @@ class _Run:
     """Makes the iterations of a run, and keeps its samples, traces and state.
 
     Args:
-        problem: the posterior.
-        settings: of the run.
-        store: receives the samples.
         folder: where the state is kept, and continued from; None keeps none.
     """
 

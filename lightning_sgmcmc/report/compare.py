@@ -62,9 +62,6 @@ def compare_runs(runs: Sequence[str | Path], resamples: int = 2000, seed: int = 
     The data are resampled; all runs share the resamples. The networks are not trained again, so an interval is of these
     runs on other data of the same kind, not of other seeds. The test data are used if all runs have them, else the
     validation data.
-
-    Raises:
-        RunError: for a folder without a run or evaluation, one given twice, or runs on different data.
     """
     folders = [find_run(run)[0] for run in runs]
     if len(folders) < 2:

@@ -39,12 +39,8 @@ def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Pat
     """Return what `find` does, once all ranks have seen the same there; all ranks call it.
 
     Args:
-        what: what is looked for, for the message.
         find: returns its path for this rank, or None; what it raises is raised where the ranks agree otherwise.
         mark: returns what identifies it, the same on all ranks; None if it is not there.
-
-    Raises:
-        ValueError: on all ranks, if one sees another one than rank 0, or none, naming both nodes and the folder.
     """
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     path, error, seen = None, None, None
@@ -108,11 +104,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            OSError: if it cannot be written; an earlier checkpoint of this name is kept.
-        """
+        """Write a checkpoint."""
         if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -139,14 +131,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return a checkpoint's content.
 
         Args:
-            path: the file.
-            map_location: see `torch.load`.
             weights_only: False unpickles any object, which runs its code; None, Lightning's default, and True read
                 tensors and plain data only.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it is damaged, or contains other objects and `weights_only` is not False.
         """
         file_system = get_filesystem(path)
         if isinstance(file_system, LocalFileSystem):
@@ -234,11 +220,6 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
     """Raise ValueError unless the state of Lightning's loops in a checkpoint has the form of a trainer's own.
 
     Lightning reads it without a check: a count that is no number would fail in the middle of the fit.
-
-    Args:
-        saved: a checkpoint's.
-        own: the trainer's.
-        place: the name of this part.
     """
     if isinstance(own, dict):
         if not isinstance(saved, dict):
@@ -253,12 +234,7 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
 
 
 def check_entries(callback: pl.Callback, states: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a callback's state in a checkpoint has the entries that it declares, of their types.
-
-    Args:
-        callback: the callback.
-        states: those of all callbacks in the checkpoint, by their keys.
-    """
+    """Raise ValueError unless a callback's state in a checkpoint has the entries that it declares, of their types."""
     known: Mapping[str, Any] = {}
     if isinstance(callback, RunCallback):
         known = callback.entries
@@ -287,7 +263,6 @@ def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningM
 
     Args:
         checkpoint: changed in place.
-        module: a `BayesianModule`.
     """
     if "_hparams_name" in vars(module) or module.hparams:
         return
@@ -355,12 +330,7 @@ class ProcessGenerators:
         self._loaders: list[Any] = []
 
     def begin(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Keep the generators, at the start of training.
-
-        Args:
-            trainer: the run's.
-            device: the module's.
-        """
+        """Keep the generators, at the start of training."""
         self._states = GeneratorStates([device])
         self._own.set_state(torch.default_generator.get_state())
         self._loaders = flat_loaders(trainer.train_dataloader)

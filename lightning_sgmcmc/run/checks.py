@@ -47,12 +47,7 @@ SEARCHING: dict[str, str] = {
 
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise for settings with which the chain would not sample its posterior, and warn about biased ones.
-
-    Raises:
-        TypeError: for objects from `lightning.pytorch`, whose classes Python does not identify with ours.
-        ValueError: for a strategy, callback or option that would make samples wrong.
-    """
+    """Raise for settings with which the chain would not sample its posterior, and warn about biased ones."""
     _check_namespace(trainer)
     check_methods(module, type(module))
     _check_strategy(trainer.strategy)
@@ -72,11 +67,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _check_task(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise if a datamodule's targets are of another kind than the likelihood's.
-
-    Raises:
-        ValueError: naming both, and what to change.
-    """
+    """Raise if a datamodule's targets are of another kind than the likelihood's."""
     data, likelihood = getattr(trainer, "datamodule", None), getattr(module, "likelihood", None)
     task, wanted = str(getattr(data, "task", "")), task_of(likelihood)
     is_said, is_scaled = getattr(data, "task_is_said", True), getattr(data, "target_std", None) is not None
@@ -169,13 +160,7 @@ def check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
 
 
 def warn_of_other_loss(trainer: pl.Trainer, module: ChainModel, loss: torch.Tensor) -> bool:
-    """Warn if a `training_step` of the user's returns another loss than the batch's energy, and return whether it does.
-
-    Args:
-        trainer: the run's.
-        module: the run's.
-        loss: as Lightning passes it to the backward pass. It is compared for the first micro-batch of a step.
-    """
+    """Return whether the user's `training_step` returns another loss than the batch's energy, and warn of it."""
     accumulated, has_scaler = trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
     if has_scaler is not None or loss.numel() != 1 or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
         return False
@@ -245,11 +230,7 @@ def check_own_prior(module: ChainModel) -> None:
 
 
 def check_data(trainer: pl.Trainer) -> None:
-    """Warn about training data that N counts but no batch contains; called when the loaders are known.
-
-    Raises:
-        ValueError: if an order repeats its batches, but not those of each step.
-    """
+    """Warn about training data that N counts but no batch contains; called when the loaders are known."""
     loader: Any = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         _check_windows(trainer, loader.order_of(loader.chains[0]))
@@ -298,9 +279,6 @@ class PatientStopping:
     Before the first sample the metric is NaN, which would end the run; in an exploration stage it does not change,
     which would use up the patience.
 
-    Args:
-        monitors: the beginnings of the names of the metrics.
-
     Attributes:
         samples: number of samples in the metrics that were logged last; set by the callback that logs them.
     """
@@ -311,12 +289,7 @@ class PatientStopping:
         self.samples = 0
 
     def begin(self, trainer: pl.Trainer, samples: int) -> None:
-        """Make the trainer's `EarlyStopping` callbacks wait.
-
-        Args:
-            trainer: the run's.
-            samples: number of samples at the start of the run.
-        """
+        """Make the trainer's `EarlyStopping` callbacks wait."""
         self.samples = samples
         for callback in callbacks_of(trainer):
             if isinstance(callback, EarlyStopping) and str(callback.monitor).startswith(self._monitors):
@@ -343,13 +316,7 @@ class PatientStopping:
 
 
 def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 0) -> str:
-    """Return why a fit draws no sample and what to change, as the end of a sentence.
-
-    Args:
-        trainer: the run's.
-        progress: the run's position in its schedule.
-        updates: the steps so far that have updated the chains.
-    """
+    """Return why a fit draws no sample and what to change, as the end of a sentence."""
     if progress.schedule is None:
         return "it has no schedule; add a CyclicalSchedule or a SamplingSchedule to the trainer's callbacks"
     if progress.first_sample is not None and updates < progress.first_sample <= trainer.global_step:

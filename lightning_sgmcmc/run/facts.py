@@ -33,17 +33,7 @@ def facts_of(
     sampler: Sampler | None = None,
     acceptance: float | None = None,
 ) -> RunFacts:
-    """Return what is known of a running fit besides its steps.
-
-    Args:
-        chains: the run's.
-        evaluation: that of the samples on the validation data, None without.
-        plan: the run's plan, None without.
-        contour: what the run's contour did, None without one.
-        is_optimization: whether the samples are states at temperature 0.
-        sampler: the run's, None if unknown.
-        acceptance: mean acceptance probability of the run's `MetropolisTest`, None without.
-    """
+    """Return what is known of a running fit besides its steps."""
     predictions, limit = _predictions(evaluation)
     return RunFacts(
         temperature=0.0 if is_optimization else None,

@@ -116,8 +116,6 @@ def evaluate_beside(trainer: pl.Trainer, store: Path, stage: str) -> None:
     """Make a trainer without a fit read a run's samples, and write to a new folder in that run's.
 
     Args:
-        trainer: the trainer of the evaluation.
-        store: the samples, in a run's folder.
         stage: name of the new folder; if it exists, `-1`, `-2`, … is appended.
     """
     folder = free_name(store.parent / stage)
@@ -175,20 +173,7 @@ def begin_store(
     columns: Columns | None = None,
     shared: Mapping[str, Tensor] | None = None,
 ) -> StoreLock:
-    """Create an empty store for a new run, and move the samples of an earlier run aside.
-
-    Args:
-        path: the folder.
-        description: the network's, see `DiskStore.create`.
-        columns: what inputs and targets are.
-        shared: what is not sampled, see `DiskStore.create`.
-
-    Returns:
-        the lock that keeps other processes out.
-
-    Raises:
-        InUseError: if another fit writes there.
-    """
+    """Create an empty store for a new run, and move the samples of an earlier run aside."""
     lock = StoreLock(path)
     remove_left_over(path)
     if (path / MANIFEST).exists():
@@ -206,14 +191,6 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
     """Return the folder of a checkpoint's samples: the given one, the one beside the checkpoint, or the recorded one.
 
     A run that was copied or moved therefore continues with its own samples.
-
-    Args:
-        saved: the collector's state in the checkpoint.
-        dirpath: the folder that the user chose, or None.
-        checkpoint: the checkpoint's path, if known.
-
-    Raises:
-        ValueError: if the folder does not hold the checkpoint's samples, or holds those of another run.
     """
     _check_saved(saved)
     recorded = Path(saved["path"])
@@ -248,18 +225,7 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
 
 
 def continue_store(path: Path, saved: dict[str, Any]) -> StoreLock:
-    """Set a store to a checkpoint's samples, and move later ones aside.
-
-    Args:
-        path: the folder, from `find_store`.
-        saved: the collector's state in the checkpoint.
-
-    Returns:
-        the lock that keeps other processes out.
-
-    Raises:
-        InUseError: if another fit writes there.
-    """
+    """Set a store to a checkpoint's samples, and move later ones aside."""
     lock = StoreLock(path)
     remove_left_over(path)
     store = DiskStore(path)
@@ -270,11 +236,7 @@ def continue_store(path: Path, saved: dict[str, Any]) -> StoreLock:
 
 
 def on_rank_zero(trainer: pl.Trainer, function: Callable[[], Any]) -> Any:
-    """Call a function on rank zero, and wait for it on all ranks; return its result there, None elsewhere.
-
-    Raises:
-        RuntimeError: on the other ranks, if it fails.
-    """
+    """Call a function on rank zero, and wait for it on all ranks; return its result there, None elsewhere."""
     result, error = None, None
     if trainer.is_global_zero:
         try:

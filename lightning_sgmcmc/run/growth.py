@@ -14,15 +14,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 
 
 def follow_data(trainer: pl.Trainer, module: ChainModel) -> None:
-    """Read N again: energies, the prior's share and the noise follow it from the next step on.
-
-    Args:
-        trainer: the run's.
-        module: its `BayesianModule`.
-
-    Raises:
-        ValueError: if the module was given another N.
-    """
+    """Read N again: energies, the prior's share and the noise follow it from the next step on."""
     chains = module.chains
     num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
     module.num_data = chains.observed.num_data = sampler_of(module).num_data = num_data
@@ -61,11 +53,7 @@ class StreamShares:
         self._first, self._left, self._alike = None, workers if divided else 0, True
 
     def look(self, batch: Any) -> None:
-        """Look at a batch; all ranks do at the same.
-
-        Raises:
-            ValueError: if ranks or workers have the same batches.
-        """
+        """Look at a batch; all ranks do at the same."""
         if self._left == 0:
             return
         self._left -= 1

@@ -25,11 +25,6 @@ class DeferredCheck:
     Two buffers of `interval` steps alternate: while one is filled, the other, complete for `interval` steps, is read.
     From a CUDA device numbers go to pinned memory, so that nothing waits. Buffers of another accelerator are in its own
     memory, and reading one waits for the device, once in `interval` steps.
-
-    Args:
-        num_chains: numbers per step.
-        device: where they are computed.
-        interval: steps in a buffer.
     """
 
     def __init__(self, num_chains: int, device: torch.device, interval: int = 16) -> None:
@@ -122,11 +117,7 @@ class EnergyGuard:
     sets its gradient to NaN (see `Chains.loss`).
 
     Args:
-        chains: the chains in training.
-        sampler: their sampler.
-        trainer: the run's.
         nonfinite_energy: "stop" ends the run at the first such step, "skip" omits its update.
-        max_skipped_in_a_row: this many skipped steps in a row stop the run.
     """
 
     def __init__(
@@ -168,11 +159,7 @@ class EnergyGuard:
             _copy(self._kept, self._buffers)
 
     def allows_update(self) -> bool:
-        """Return whether the sampler may update.
-
-        Raises:
-            NonFiniteEnergyError: if it may not and the run should stop.
-        """
+        """Return whether the sampler may update."""
         potential = self._chains.observed.mean_potential
         if self._deferred is not None:
             bad = self._deferred.record(potential, self._sampler.step_count + 1)
@@ -195,11 +182,7 @@ class EnergyGuard:
         return False
 
     def skipped_by_scaler(self) -> None:
-        """Count a step that the loss scaler skipped: half precision overflowed, which is not an error.
-
-        Raises:
-            NonFiniteEnergyError: if the scaler skips too many steps in a row.
-        """
+        """Count a step that the loss scaler skipped: half precision overflowed, which is not an error."""
         if self._chains.observed.mean_potential is self._last_potential:
             return  # this guard skipped the step
         potential = self._chains.observed.mean_potential
@@ -209,14 +192,7 @@ class EnergyGuard:
             raise self._error(potential, f"the loss scaler has skipped {SCALER_LIMIT} steps in a row")
 
     def check_state(self, what: str) -> None:
-        """Raise if a chain's state holds NaN or infinite numbers.
-
-        Args:
-            what: the consequence, for the message.
-
-        Raises:
-            NonFiniteEnergyError: naming the tensor and its chain.
-        """
+        """Raise if a chain's state holds NaN or infinite numbers."""
         name = bad_tensor(dict(self._model.named_parameters()), dict(self._model.named_buffers()))
         if name is None:
             return
@@ -226,11 +202,7 @@ class EnergyGuard:
         raise self._state_error(name, what, chain, energies[index].item())
 
     def check_sample(self, sample: PosteriorSample) -> None:
-        """Raise if a state that would be a sample holds NaN or infinite numbers.
-
-        Raises:
-            NonFiniteEnergyError: naming the tensor and its chain.
-        """
+        """Raise if a state that would be a sample holds NaN or infinite numbers."""
         name = bad_tensor(sample.parameters, sample.buffers)
         if name is not None:
             raise self._state_error(name, "it is not a valid sample", sample.chain, sample.energy)

@@ -131,8 +131,6 @@ def estimate_of(
         epochs: its epoch, shape (T,).
         sizes: the number of data of its batch, shape (T,).
         loss: "own", "full" or "step".
-        facts: numbers of the run.
-        notes: further findings.
     """
     values = epoch_means(traces, epochs, sizes) if loss == "step" else widest(traces)
     found = chain_mean(values)

@@ -46,13 +46,7 @@ def in_notebook() -> bool:
 
 
 def show_inline(trainer: pl.Trainer, name: str, png: bytes) -> None:
-    """Show a picture below the notebook's cell, in place of the run's earlier one of the same name.
-
-    Args:
-        trainer: the run's.
-        name: the figure's name.
-        png: the picture.
-    """
+    """Show a picture below the notebook's cell, in place of the run's earlier one of the same name."""
     if not in_notebook():
         return
     from IPython.display import Image, display, update_display  # type: ignore[import-not-found,unused-ignore]
@@ -101,13 +95,7 @@ def _logged_in() -> bool:
 
 
 def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> None:
-    """Write a run's settings to every logger, as `run.…`, once its sampler, N and seed are known.
-
-    Args:
-        trainer: the run's.
-        model: the run's module.
-        settings: the result of `settings_of`.
-    """
+    """Write a run's settings to every logger, as `run.…`, once its sampler, N and seed are known."""
     if trainer.loggers:
         log_values(trainer, "run", hyperparameters_of(trainer, model, settings))
 
@@ -185,13 +173,7 @@ def is_logged(trainer: pl.Trainer, chains: Chains, step_count: int) -> bool:
 
 
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write numbers to every logger.
-
-    Args:
-        trainer: the run's.
-        scalars: the numbers by name.
-        step: the trainer's global step.
-    """
+    """Write numbers to every logger."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), step=step)
 
@@ -218,10 +200,7 @@ def log_figure(
     Args:
         trainer: the run's; only rank zero writes.
         name: a name such as "posterior/energy"; the part after the slash names the file.
-        figure: a matplotlib figure.
-        step: the trainer's global step.
         folder: folder of the file; None writes no file.
-        for_print: whether the file has 300 dots per inch, with a PDF beside it.
     """
     if not trainer.is_global_zero:
         return
@@ -248,8 +227,6 @@ def log_histogram(
     """Write a histogram to the loggers that accept them, and as a PNG file; non-finite numbers are left out.
 
     Args:
-        trainer, name, step, folder: as in `log_figure`.
-        values: the numbers.
         label: the axis label, with the unit.
     """
     finite = np.asarray(values, dtype=float)
@@ -277,13 +254,7 @@ def log_table(
     step: int,
     folder: Path | None,
 ) -> None:
-    """Write a table to the loggers that accept them, and as a CSV file; a non-finite number is an empty cell.
-
-    Args:
-        trainer, name, step, folder: as in `log_figure`.
-        columns: the column names.
-        rows: one cell for each column.
-    """
+    """Write a table to the loggers that accept them, and as a CSV file; a non-finite number is an empty cell."""
     if not trainer.is_global_zero:
         return
     rows = [[_cell(cell) for cell in row] for row in rows]

@@ -49,11 +49,6 @@ def exact_directions(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) 
     P = XᵀX/σ² + I/s². In an eigenvector of P with eigenvalue p the chain moves as in a prior of variance 1/p around
     the posterior's mean, so the plan's law of the prior's directions holds there exactly.
 
-    Args:
-        trainer: the run's, with its training data.
-        module: its `BayesianModule`.
-        sampler: the run's.
-
     Returns:
         facts by direction, the slowest first; None for another network, likelihood or prior, or unknown data.
     """
@@ -148,10 +143,6 @@ def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
     """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
 
     A plan never stops a run: what cannot be planned is None and noted.
-
-    Args:
-        trainer: the run's, after its schedule was made.
-        module: its `BayesianModule`.
     """
     schedule = next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
     if schedule is None or is_trial(trainer):
@@ -272,8 +263,6 @@ def prior_std(prior: Prior, name: str, shape: Sequence[int]) -> tuple[float | No
     standard deviation √2·s; a hierarchical prior the scale that it begins with. Another prior has None.
 
     Args:
-        prior: the prior.
-        name: the parameter's name.
         shape: its shape in one chain.
     """
     if not isinstance(prior, GaussianPrior | HierarchicalPrior | LaplacePrior | StudentTPrior):

@@ -30,9 +30,6 @@ class SamplingProgress(pl.Callback):
     `get_metrics`, show the entries without configuration; they replace Lightning's version number. Entries are computed
     only when the bar requests them. The NLL and the temperature are on the device, so they are read at most four times
     a second, and at an epoch's last batch: other steps cost no synchronization.
-
-    Args:
-        safeguards: the callback that counts the samples.
     """
 
     def __init__(self, safeguards: Safeguards) -> None:

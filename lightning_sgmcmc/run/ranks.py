@@ -67,9 +67,6 @@ class StopAgreement:
 
         Args:
             requested: what this rank has been asked for, 0 for nothing.
-
-        Raises:
-            RuntimeError: if a rank has not come within the timeout.
         """
         batch, self._batch = self._batch, self._batch + 1
         if self._group is None or batch < self._next:
@@ -106,11 +103,7 @@ class StopAgreement:
         return int(requested)
 
     def end(self, well: bool) -> None:
-        """Stop exchanging.
-
-        Args:
-            well: whether all ranks have reached this point.
-        """
+        """Stop exchanging."""
         if well and self._group is not None:
             if self._pending is not None:
                 self._pending.wait()
@@ -187,12 +180,7 @@ class Judge:
         """The progress of the rank that is least far, whether it is busy, and since when."""
 
     def observe(self, beats: Sequence[Beat], now: float) -> int | None:
-        """Return the rank that hangs, or None.
-
-        Args:
-            beats: the last beat of each rank.
-            now: the time in seconds.
-        """
+        """Return the rank that hangs, or None; `now` is the time in seconds."""
         self._clock += 0.0 if self._looked is None else min(now - self._looked, self._longest)
         self._looked = now
         running = [rank for rank, beat in enumerate(beats) if not beat.ended]
@@ -218,11 +206,6 @@ class RankWatch:
     """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs.
 
     A thread does both; the main thread only counts its events. See `timeout_of` for the time.
-
-    Args:
-        trainer: the run's.
-        pulse: what the main thread counts.
-        store: the ranks' common store.
     """
 
     def __init__(self, trainer: pl.Trainer, pulse: Pulse, store: Any) -> None:
@@ -239,11 +222,7 @@ class RankWatch:
         self._thread.start()
 
     def end(self, well: bool) -> None:
-        """Stop watching.
-
-        Args:
-            well: whether the fit has ended without an error.
-        """
+        """Stop watching."""
         self._ended.set()
         self._thread.join(2 * self._interval)
         if well:
@@ -385,11 +364,7 @@ class Interruption:
         self._agreement: StopAgreement | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Listen for Ctrl-C in the main thread, if no other handler is installed, and for SIGTERM with several ranks.
-
-        Args:
-            trainer: the run's.
-        """
+        """Listen for Ctrl-C in the main thread, unless another handler is installed; with several ranks for SIGTERM."""
         self.requested = self.term_requested = self._after_a_step = self._together = self._saved = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -460,11 +435,7 @@ class Interruption:
         self.term_requested = True
 
     def end(self, well: bool = False) -> None:
-        """Stop listening for signals.
-
-        Args:
-            well: whether the fit has ended without an error.
-        """
+        """Stop listening for signals."""
         if self._agreement is not None:
             self._agreement.end(well)
             self._agreement = None
@@ -495,12 +466,7 @@ class Interruption:
         rank_zero_info("\nStopping after this step; press Ctrl-C again to stop at once.")
 
     def after_step(self, trainer: pl.Trainer) -> None:
-        """Stop here if requested: runs write their checkpoints at this point, so resuming is exact.
-
-        Raises:
-            KeyboardInterrupt: after Ctrl-C.
-            SIGTERMException: after SIGTERM; Lightning would raise it a little later.
-        """
+        """Stop here if requested: runs write their checkpoints at this point, so resuming is exact."""
         if self.requeue_requested and trainer.world_size == 1:
             self._save_and_requeue()
         if self.requested and trainer.world_size == 1:

@@ -73,8 +73,6 @@ class RunHistory:
 
     Args:
         max_points: largest number of logged steps, and of samples, to keep; a longer run is thinned by halving.
-        max_sketches: largest number of samples whose weights are kept, as sketches (see `weight_sketch`).
-        sketch_dimension: numbers in a sketch.
     """
 
     def __init__(self, max_points: int = 20_000, max_sketches: int = 200, sketch_dimension: int = 1024) -> None:
@@ -106,7 +104,6 @@ class RunHistory:
         """Add a sample.
 
         Args:
-            sample: an object with step, cycle, chain, energy, log_weight and comparable.
             parameters: its weights, to be sketched; None keeps no sketch.
         """
         self._first_weight = sample.log_weight if self._first_weight is None else self._first_weight
@@ -209,10 +206,6 @@ class RunHistory:
 def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[float, float]]:
     """Return first and last step of each run of equal cycle numbers; those that are NaN are left out.
 
-    Args:
-        steps: the steps, in order.
-        cycles: number of the cycle at each step.
-
     >>> cycle_spans([1, 5, 9, 13], [0, 0, 1, 1])
     [(1, 5), (9, 13)]
     """
@@ -229,9 +222,6 @@ def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[f
 
 class ThinnedSeries:
     """Keeps evenly spaced rows of numbers: above the limit, every second row is dropped, and the spacing doubles.
-
-    Args:
-        limit: largest number of rows, at least 2.
 
     Attributes:
         rows: the rows kept, in order.
@@ -330,12 +320,7 @@ def write_evaluation(folder: Path, stored: StoredEvaluation) -> None:
 
 
 def read_evaluation(path: Path) -> StoredEvaluation:
-    """Return the content of a file.
-
-    Raises:
-        FileNotFoundError: if it is missing.
-        ValueError: if it is damaged, or a link.
-    """
+    """Return the content of a file."""
     try:
         content = read_regular(path, LARGEST)
     except FileNotFoundError:
@@ -368,12 +353,7 @@ def _is_cost(number: float) -> bool:
 
 
 def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str, Tensor], str]:
-    """Return the per-datum results of an evaluation's average, and a text that identifies its targets.
-
-    Args:
-        evaluation: with samples.
-        scaling: of the targets.
-    """
+    """Return the per-datum results of an evaluation's average, and a text that identifies its targets."""
     average, target = evaluation.average, evaluation.target
     assert average is not None
     terms = average.terms
@@ -461,11 +441,7 @@ def commit(folder: Path | None = None) -> str | None:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Return the versions of packages, None for one that runs from a copy of its source, and of "python".
-
-    Args:
-        packages: their names.
-    """
+    """Return the versions of packages, None for one that runs from a copy of its source, and of "python"."""
     return {**{name: _version(name) for name in packages}, "python": platform.python_version()}
 
 
@@ -516,9 +492,7 @@ def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
     """Write `results.json` and `table.md`.
 
     Args:
-        folder: the run's folder, created if needed.
         results: plain data: recipe, scale, seed, rows (each with method, metric and value), seconds, …
-        table: the rows as a Markdown table.
     """
     write_output(folder / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
     write_output(folder / TABLE, table.encode())
@@ -538,12 +512,7 @@ def is_of_optimization(results: Mapping[str, Any]) -> bool:
 
 
 def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
-    """Rename other results in the folder by their stage, as `results-val.json` and `table-val.md`.
-
-    Args:
-        folder: the run's folder.
-        results: the results that will be written there.
-    """
+    """Rename other results in the folder by their stage, as `results-val.json` and `table-val.md`."""
     try:
         earlier = parse_json(read_regular(folder / RESULTS, LARGEST_HEALTH).decode())
     except (OSError, ValueError):
@@ -572,7 +541,6 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """Return a Markdown table.
 
     Args:
-        columns: the column names.
         rows: one text per column; a name of the user's may have any characters.
     """
     lines = ["| " + " | ".join(map(_in_cell, line)) + " |" for line in (columns, *rows)]

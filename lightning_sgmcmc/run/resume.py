@@ -335,13 +335,7 @@ class ExactResume(RunCallback):
 
 
 def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], callbacks: Sequence[pl.Callback]) -> None:
-    """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none.
-
-    Args:
-        seeds: the module's.
-        checkpoint: its content.
-        callbacks: those whose states in it are about to be loaded.
-    """
+    """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none."""
     states, own = checkpoint.get("callbacks", {}), ExactResume()
     for callback in (own, *callbacks):
         check_entries(callback, states)
@@ -350,16 +344,7 @@ def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], callbacks: S
 
 
 def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None:
-    """Raise unless a chain can continue from a checkpoint.
-
-    Args:
-        checkpoint: its content.
-        path: its file.
-        name: the module's class.
-
-    Raises:
-        ValueError: if it has the state of torch's optimizers alone.
-    """
+    """Raise unless a chain can continue from a checkpoint."""
     states = checkpoint.get("optimizer_states") or []
     if states and not any("sampler" in state for state in states):
         raise ValueError(
@@ -439,8 +424,6 @@ def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, acc
     Args:
         fit_loop: the loop's part of a checkpoint; changed in place.
         batches: batches that the fit has trained on, > 0.
-        place: where it is.
-        accumulating: whether the last batch was not the last of its step.
     """
     total, over = place.before + batches, place.is_over
     # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.

@@ -76,11 +76,6 @@ class PriorScales:
 
     The random numbers of a draw depend on (seed, chain, step), so ranks that share a chain draw the same, and a resumed
     run continues. They do not depend on the state, so they are drawn on the host and the device is not waited for.
-
-    Args:
-        prior: the model's.
-        chains: the chains of this process.
-        sampler: theirs.
     """
 
     def __init__(self, prior: HierarchicalPrior, chains: Chains, sampler: Sampler) -> None:
@@ -197,12 +192,7 @@ class FastConvolutions:
         self._before: bool | None = None
 
     def begin(self, device: torch.device, loader: Any) -> None:
-        """Turn the search on where it pays.
-
-        Args:
-            device: the run's.
-            loader: of the training data.
-        """
+        """Turn the search on where it pays."""
         if pays(device, loader):
             self._before = torch.backends.cudnn.benchmark
             torch.backends.cudnn.benchmark = True

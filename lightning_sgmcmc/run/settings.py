@@ -99,13 +99,7 @@ Settings = dict[str, Any]
 
 
 def settings_of(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> Settings:
-    """Return a run's settings by name, as plain data.
-
-    Args:
-        trainer: the run's.
-        module: the `BayesianModule`.
-        sampler: its sampler, before a checkpoint's state is loaded.
-    """
+    """Return a run's settings by name, as plain data."""
     settings: Settings = {
         "prior": text_of(module.prior),
         "likelihood": text_of(module.likelihood),
@@ -143,8 +137,6 @@ def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:
     """Return the names of the settings that differ; settings that only one of the two has are not compared.
 
     Args:
-        saved: the checkpoint's.
-        own: this run's.
         seed_given: whether this run was given a seed; otherwise it takes the checkpoint's.
     """
     names = [name for name in own if name in saved and (name != "seed" or seed_given)]
@@ -159,13 +151,7 @@ def check_settings(saved: Settings, own: Settings, seed_given: bool, allow: Sequ
     """Raise unless a run has the checkpoint's settings, except those that may differ.
 
     Args:
-        saved: the checkpoint's.
-        own: this run's.
-        seed_given: see `differences`.
         allow: names of settings that may differ; "schedule" includes "schedule.num_cycles".
-
-    Raises:
-        ValueError: listing each setting with both values.
     """
     unknown = [name for name in allow if not any(is_allowed(key, [name]) for key in own)]
     if unknown:
@@ -188,9 +174,6 @@ def is_allowed(name: str, allow: Iterable[str]) -> bool:
 def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
     """Return rank zero's settings. Raise unless all ranks have the same N, the same data where they divide a data set,
     and the same kind of device where they share a chain.
-
-    Raises:
-        ValueError: naming the first rank that differs.
     """
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return settings

@@ -21,11 +21,7 @@ def check_initial_control(name: str, value: Control) -> None:
 
 
 def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
-    """Raise for parameters that a sampler cannot update.
-
-    Raises:
-        ValueError: for half precision, mixed dtypes or devices, or a missing chain axis.
-    """
+    """Raise for parameters that a sampler cannot update."""
     dtypes = {p.dtype for p in parameters}
     if dtypes & {torch.float16, torch.bfloat16}:
         raise ValueError(
@@ -43,18 +39,7 @@ def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
 def checked_state(
     state: Mapping[str, Any], rule: str, num_chains: int, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the sampler's own part of a saved state.
-
-    Args:
-        state: a sampler's `state_dict()`.
-        rule: class name of the sampler that would continue from it.
-        num_chains: its number of chains.
-        groups: its parameter groups.
-
-    Raises:
-        ValueError: if the state is not a sampler's, belongs to another rule, or has another number of chains or other
-            name patterns of its groups, so that tensors would be mixed up.
-    """
+    """Return the sampler's own part of a saved state."""
     if "sampler" not in state:
         raise ValueError(
             "this state is not a sampler's: it has no step counter and no noise generators, so "
@@ -109,10 +94,6 @@ def torch_state(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     """Return torch's part of a saved state, with the groups' tensors on the devices of the parameters.
 
     Torch moves the state of the parameters only, and a checkpoint's tensors are on the CPU.
-
-    Args:
-        state: a sampler's `state_dict()`.
-        groups: the parameter groups of the sampler that continues from it.
     """
     devices = [group["params"][0].device for group in groups]
     moved = [

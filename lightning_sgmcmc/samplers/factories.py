@@ -15,12 +15,7 @@ def check_sampler(sampler: Any, lr: Any = None) -> None:
     """Raise unless `sampler` is a sampler factory that leaves the module's own arguments to the module.
 
     Args:
-        sampler: the argument of `BayesianModule`.
         lr: the module's lr; with None the factory may set its own.
-
-    Raises:
-        TypeError: if it is no factory of samplers.
-        ValueError: if it sets an argument that the module sets, or a weight decay, which would count the prior twice.
     """
     made = sampler.func if isinstance(sampler, functools.partial) else sampler
     if isinstance(sampler, Sampler):
@@ -59,12 +54,7 @@ def _set_twice(sampler: Any, lr: Any) -> dict[str, Any]:
 
 
 def chosen_options(factory: Any, base: type | None = None) -> dict[str, Any]:
-    """Return the keyword arguments that a user has chosen in a partial; {} for other factories.
-
-    Args:
-        factory: a class, a function, or a partial of one.
-        base: a class whose constructor's defaults the made class shares.
-    """
+    """Return the keyword arguments that a user has chosen in a partial; {} for other factories."""
     if not isinstance(factory, functools.partial):
         return {}
     if isinstance(factory.func, type):

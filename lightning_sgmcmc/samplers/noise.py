@@ -25,8 +25,6 @@ class ChainNoise:
     Args:
         parameters: all parameters, in the order in which they share the buffer. They share a device and a dtype.
         num_chains: number of chains C; with C > 1 every parameter has a leading axis of size C.
-        seed: the run's seed.
-        first_chain: global index of this process's first chain.
         ahead: whether to draw the next step's noise in a background thread; None does so on a CPU with a spare core.
         draws: standard normal tensors for each parameter; it may change until the first draw.
     """

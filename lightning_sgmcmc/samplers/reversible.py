@@ -18,13 +18,7 @@ class ReversibleLangevin(UnderdampedLangevin):
     `UnderdampedLangevin(integrator="obabo")`.
 
     Args:
-        params: parameters or parameter groups.
-        lr: time step h.
         friction: γ > 0, per unit of time.
-        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
-
-    Raises:
-        ValueError: for a bad argument, see `Sampler`.
     """
 
     least_steps: int = 1
@@ -214,14 +208,11 @@ def log_acceptance(start: Tensor, end: Tensor, work: Tensor, temperature: Contro
 class Trajectory:
     """The present trajectory of a sampler's chains: where it began, and the test at its end.
 
-        trajectory.begin(energy)
-        for position in range(steps):
-            trajectory.set_place(position, steps)  # before the gradient
-            sampler.step()
-        trajectory.end(energy, log_uniforms)
-
-    Args:
-        sampler: the chains' sampler.
+    trajectory.begin(energy)
+    for position in range(steps):
+        trajectory.set_place(position, steps)  # before the gradient
+        sampler.step()
+    trajectory.end(energy, log_uniforms)
     """
 
     def __init__(self, sampler: ReversibleLangevin) -> None:
@@ -252,12 +243,7 @@ class Trajectory:
         self._sampler.enter_trajectory()
 
     def set_place(self, position: int, steps: int) -> None:
-        """Set the place of the next step in its trajectory.
-
-        Args:
-            position: number of the trajectory's steps before it.
-            steps: K, the number of the trajectory's steps.
-        """
+        """Set the place of the next step in its trajectory; `steps` is K, its number of steps."""
         self._sampler.begins, self._sampler.ends = position == 0, position == steps - 1
 
     @torch.no_grad()
@@ -300,7 +286,6 @@ class Trajectory:
         """Continue a trajectory.
 
         Args:
-            tensors: from `tensors`.
             energy: U of its start, shape (C,), float64.
             work: W so far, shape (C,), float64.
         """

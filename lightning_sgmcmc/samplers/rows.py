@@ -64,7 +64,6 @@ class FlatGroup:
 
         Args:
             state: the optimizer's; after it has been loaded, its tensors are copied into a new flat one.
-            name: of the state tensor.
         """
         kept = self._buffers.get(name)
         if kept is not None and state[self.parameters[0]].get(name) is kept[1]:
@@ -248,7 +247,6 @@ def coefficients(group: Mapping[str, Any], rows: Tensor, num_data: int) -> list[
     """Return a parameter group's lr, κ and τ, and N, each as `coefficient` does.
 
     Args:
-        group: the parameter group.
         rows: shape (C, d).
         num_data: N.
     """

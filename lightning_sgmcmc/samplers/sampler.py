@@ -173,11 +173,7 @@ class UpdateRule(Optimizer):
         return next((place for place, found in enumerate(places) if found), -1)
 
     def _coordinates(self, params: Sequence[Tensor]) -> int:
-        """Return the number d of a chain's sampled coordinates.
-
-        Args:
-            params: parameters of a group, or all of them as one tensor.
-        """
+        """Return the number d of a chain's sampled coordinates."""
         flat = self._flat_group(params)
         if not self.held:
             return sum(p.numel() for p in params) // self.num_chains

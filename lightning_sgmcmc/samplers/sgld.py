@@ -75,11 +75,7 @@ class PreconditionedSampler(Sampler):
     """Names of the state tensors besides the momentum, one for each parameter and in its shape."""
 
     def _add_adaptation(self, adapt: Adapt) -> None:
-        """Check `adapt`, and add it to the groups.
-
-        Raises:
-            ValueError: unless it is "always", "burn-in" or a whole number ≥ 1.
-        """
+        """Check `adapt`, and add it to the groups."""
         if isinstance(adapt, str) and adapt not in (ALWAYS, BURN_IN):
             raise ValueError(f"adapt must be {ALWAYS!r}, {BURN_IN!r} or a number of steps, got {adapt!r}")
         if not isinstance(adapt, str):
@@ -174,10 +170,8 @@ class PreconditionedSampler(Sampler):
         """Replace V̂ by √V̂ + floor·rms(√V̂) + least, the rms over each tensor within each chain.
 
         Args:
-            params: the parameters.
             out: V̂ of each, changed in place.
             floor: λ.
-            least: smallest value.
         """
         flat = self._flat_group(params)
         if flat is not None and out[0].device.type != "cpu":

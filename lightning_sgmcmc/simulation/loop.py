@@ -70,14 +70,9 @@ class LightLoop:
     """Makes the steps of all chains.
 
     Args:
-        rule: the sampler.
         place: its only parameter, the chains' positions, shape (C, d).
-        group: its parameter group.
         normals: function of the number K of the next steps; it returns the injected noise, standard normal numbers of
             shape (K, J, C, d) that the loop may change.
-        parts: the parts of a step.
-        block_length: steps of a block.
-        compiles: whether to compile blocks.
         copies_group: whether a block begins with a copy of the group, in which parts may set the controls. What a rule
             notes in the group is then lost with the block.
     """
@@ -168,10 +163,7 @@ class ChainStreams:
     """Random numbers from a generator of (seed, purpose, chain) for each chain, so that no chain depends on another.
 
     Args:
-        seed: the run's seed.
-        purpose: the streams' name.
         place: the chains' positions, shape (C, d).
-        chunk: steps whose numbers are drawn at once.
     """
 
     def __init__(self, seed: int, purpose: str, place: Tensor, chunk: int = CHUNK) -> None:
@@ -248,10 +240,7 @@ class Recorder:
     """Keeps rows of chosen steps, and the weighted averages of an observed function up to chosen steps.
 
     Args:
-        kept: increasing steps whose rows are kept.
-        marks: increasing steps at which the averages are noted.
         observe: function of positions, (K, C, d) to (K, C, F), which is averaged; None averages nothing.
-        burn_in: last step whose row does not count in averages.
     """
 
     def __init__(

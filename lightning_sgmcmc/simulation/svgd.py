@@ -36,9 +36,6 @@ def stein_direction(particles: Tensor, gradients: Tensor, bandwidth: Tensor | No
         particles: shape (…, n, d).
         gradients: gradients of the energy U = -log p there, shape (…, n, d).
         bandwidth: h, shape (…); None uses the median heuristic.
-
-    Raises:
-        ValueError: for fewer than two particles.
     """
     count = particles.shape[-2]
     if count < 2:

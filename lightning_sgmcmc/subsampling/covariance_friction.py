@@ -127,12 +127,7 @@ class MovingCovariance:
         self._batches += 1
 
     def end_calibration(self, prior: Tensor, several_epochs: bool) -> None:
-        """Turn the sums of the calibration into moments.
-
-        Args:
-            prior: gradient of -log p(ω), shape (C, d).
-            several_epochs: whether the next calibration is more than one epoch away.
-        """
+        """Turn the sums of the calibration into moments; `prior` is the gradient of -log p(ω), shape (C, d)."""
         if self._moments is None:
             raise RuntimeError("a calibration ends before a batch was added")
         for moment in self._moments:
@@ -175,11 +170,7 @@ class MovingCovariance:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the state of all chains, empty before a calibration.
-
-        Args:
-            gather: makes the rows of all chains of the run from those of this process.
-        """
+        """Return the state of all chains, empty before a calibration."""
         if self._moments is None:
             return {}
 
@@ -199,11 +190,7 @@ class MovingCovariance:
         """Restore from `state_dict()`.
 
         Args:
-            state: the state, with or without a calibration.
             own: makes this process's rows, on its device and as new tensors, from those of all chains.
-
-        Raises:
-            ValueError: if the state has another form.
         """
         if "moments" not in state:
             return

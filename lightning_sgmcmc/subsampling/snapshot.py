@@ -82,11 +82,7 @@ class Snapshot:
     # -- the data at θ_q ----------------------------------------------------------------------------------------------
 
     def of_batch(self, batch: Any) -> Tensor:
-        """Return log p(y|x,θ_q) of each datum of a mini-batch, shape (C, n), in evaluation mode.
-
-        Args:
-            batch: one for all chains, or a `ChainBatches`.
-        """
+        """Return log p(y|x,θ_q) of each datum of a mini-batch, shape (C, n), in evaluation mode."""
         module, own = self._module, isinstance(batch, ChainBatches)
         with torch.set_grad_enabled(bool(self.parameters)), evaluation_mode(module):
             if self._vmapped:
@@ -109,7 +105,6 @@ class Snapshot:
 
         Args:
             log_density: what `of_batch` or `log_prior` returned; its graph is used up.
-            divisor: the number of data, for a mean.
         """
         (-log_density.sum() / divisor).backward()  # type: ignore[no-untyped-call]
         self.count += 1
@@ -173,7 +168,6 @@ def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = Non
     Args:
         tensors: with a leading chain axis where C > 1.
         num_chains: C.
-        out: where to.
     """
     parts = [as_rows(tensor, num_chains) for tensor in tensors]
     return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)

@@ -229,9 +229,7 @@ def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[floa
     data as well as the best; without such data the largest.
 
     Args:
-        probes: the probes.
         least: the smallest step size that trains within the run; smaller ones are chosen only if there is no other.
-        fallback: a step size that trained at temperature 0, for probes that all diverged.
     """
     below = _below_limit(probes)
     if not below:

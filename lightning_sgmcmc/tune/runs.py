@@ -55,9 +55,7 @@ class FixedControls(Schedule):
 
     Args:
         steps: the controls of steps 1 to n; later steps have those of the last one.
-        samples: the steps after which samples are drawn.
         temperature: τ of the target; None uses the module's.
-        sets_lr: whether the controls' factors set the step size.
     """
 
     def __init__(
@@ -96,11 +94,7 @@ def optimization(steps: int, decays: bool = False, controls: StepControls = COLD
 
 
 class RunForm:
-    """The stages of a run, from which short runs are made; without a schedule it samples at a constant step.
-
-    Raises:
-        ValueError: if the schedule sets the step size whatever the module's lr is, or does not fit into the run.
-    """
+    """The stages of a run, from which short runs are made; without a schedule it samples at a constant step."""
 
     def __init__(self, schedule: Schedule | None, length: RunLength) -> None:
         if getattr(schedule, "lr_decay", None) is not None:
@@ -157,13 +151,7 @@ class RunForm:
         return FixedControls([controls], [steps], self.schedule.temperature, self.schedule.sets_lr)
 
     def short(self, steps: int, first: Sequence[StepControls] = (), trajectory: int = 1) -> FixedControls:
-        """Return the schedule of a short run: the run's first stages, linearly shortened.
-
-        Args:
-            steps: its length, a multiple of trajectory.
-            first: the controls of steps before it.
-            trajectory: steps that have the same controls, and after which a sample may be drawn.
-        """
+        """Return the schedule of a short run: the run's first stages, linearly shortened."""
         lead, parts = self._first_sampling - 1, steps // trajectory
         share = EXPLORATION_SHARE if self.explores else BURN_IN_SHARE
         before = min(math.ceil(lead / trajectory), round(parts * share))
@@ -221,11 +209,6 @@ class HotMomenta(SamplerCallback):
 class ShortRuns:
     """Makes short fits with the run's trainer, in one process.
 
-    Args:
-        module: the module.
-        data: keyword arguments of `Trainer.fit` with the data.
-        make_trainer: makes the run's trainer from keyword arguments, which replace its own.
-
     Attributes:
         steps_made: optimizer steps of all fits.
         num_data: N, once a fit has begun.
@@ -275,16 +258,7 @@ class ShortRuns:
         clips: bool = True,
         tested: bool = True,
     ) -> Energies:
-        """Fit for some steps from the module's present state; return the energies.
-
-        Args:
-            schedule: the fit's.
-            steps: optimizer steps.
-            callbacks: of the fit, besides.
-            with_noise: whether the run's callbacks that change the gradient take part.
-            clips: whether the run's clipping of gradients takes part.
-            tested: whether a `MetropolisTest` is among the callbacks that take part.
-        """
+        """Fit for some steps from the module's present state; return the energies."""
         energies = Energies()
         chosen = [c for c in self._gradient if tested or not isinstance(c, MetropolisTest)] if with_noise else []
         own = [copy.copy(callback) for callback in chosen]
