@@ -26,7 +26,7 @@ import torch
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize, Weighting
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
+from lightning_sgmcmc.figures.run import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.recipes.shared.figures import densities_figure, errors_figure, path_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -24,8 +24,8 @@ from lightning_sgmcmc.cli.before_fit import _print_setting, _table
 from lightning_sgmcmc.diagnostics import autocorrelation_time
 from lightning_sgmcmc.samplers import MCLMC, pMCLMC
 from lightning_sgmcmc.tune import Limit, propose_lr
-from lightning_sgmcmc.tune.mclmc import WANTED, choose_by_energy, corrected, solve
 from lightning_sgmcmc.tune.proposal import Probe, StepProposal
+from lightning_sgmcmc.tune.propose import WANTED, choose_by_energy, corrected, solve
 from tests.support.trainers import quiet_trainer
 
 CHAINS, DIMENSION, NUM_DATA, TAU = 100, 200, 10, 0.7

@@ -3,8 +3,7 @@
 `recursion.py` has the exact second moments of linear sampler steps, `plan.py` the result.
 """
 
-from lightning_sgmcmc.planning.make import PlanInputs, make_plan
-from lightning_sgmcmc.planning.plan import WANTED, RunKind, RunPlan, TensorPlan
+from lightning_sgmcmc.planning.plan import WANTED, PlanInputs, RunKind, RunPlan, TensorPlan, make_plan
 from lightning_sgmcmc.planning.reach import Blocks, ChainControls, Reached, TensorFacts, blocks_of, linear_rule, reach
 from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, draws_of_mean, stage_moments
 

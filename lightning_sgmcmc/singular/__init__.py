@@ -1,14 +1,15 @@
 """Singular learning theory around a trained network: local learning coefficients, susceptibilities, influences."""
 
 from lightning_sgmcmc.run.learning_coefficient import LearningCoefficientEstimate
-from lightning_sgmcmc.singular.closed_forms import (
+from lightning_sgmcmc.singular.covariances import influence, sample_losses, susceptibility
+from lightning_sgmcmc.singular.learning_coefficient import (
     LearningCoefficientTruth,
     deep_linear_learning_coefficient,
+    learning_coefficient,
+    localized,
     reduced_rank_learning_coefficient,
     regular_learning_coefficient,
 )
-from lightning_sgmcmc.singular.covariances import influence, sample_losses, susceptibility
-from lightning_sgmcmc.singular.learning_coefficient import learning_coefficient, localized
 
 __all__ = [
     "LearningCoefficientEstimate",

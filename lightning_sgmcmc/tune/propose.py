@@ -1,20 +1,31 @@
 """`propose_lr`: the setting of lr for a run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
+from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
+from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.chains.chains import values_of
+from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT
-from lightning_sgmcmc.tune.mclmc import EnergyProber, choose_by_energy, solve
+from lightning_sgmcmc.seeding import TorchStates, unchanged_generators
+from lightning_sgmcmc.tensors import exact
 from lightning_sgmcmc.tune.probes import Prober
 from lightning_sgmcmc.tune.proposal import (
+    SENTENCES,
     Limit,
     Probe,
     StepProposal,
@@ -24,7 +35,7 @@ from lightning_sgmcmc.tune.proposal import (
     search,
     tail_mean,
 )
-from lightning_sgmcmc.tune.runs import RunForm, ShortRuns
+from lightning_sgmcmc.tune.runs import HOT, Energies, FixedControls, RunForm, ShortRuns, State
 from lightning_sgmcmc.tune.training import Training
 
 MIN_STEPS = 100
@@ -76,7 +87,7 @@ def propose_lr(
 
     `MCLMC` and `pMCLMC`, which cannot heat, get the lr at which the energy error of a step has a variance of 5e-4 for
     each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both ends of a step are
-    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.mclmc.EnergyErrors`), so the energies' noise
+    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.propose.EnergyErrors`), so the energies' noise
     between batches does not count. They also get a friction, from the width of the positions in the probes; all
     chains get one.
 
@@ -210,3 +221,227 @@ def _check_temperature(module: BayesianModule, runs: ShortRuns) -> None:
     temperature = module.temperature if own is None else own
     if not any(values_of(temperature)):
         raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
+
+
+# -- mclmc -------------------------------------------------------------------------------------------------------------
+
+
+WANTED = 5e-4
+"""Variance of the energy error of a step, for each coordinate (Robnik et al. 2023)."""
+POWER = 6.0
+"""The variance grows with this power of the time step."""
+TOLERATED = 1.2
+"""A probe is healthy up to this factor of the wanted variance."""
+NEAR = 2.0
+"""A probe is near the wanted variance within this factor, where the law of sixth order corrects its step size."""
+MOST = 4.0
+"""The largest factor between two step sizes."""
+LONGEST = 3
+"""Lengths of a probe that a preconditioner may take before it."""
+ENOUGH = 3
+"""Probes near the wanted variance that end the search."""
+
+
+class EnergyErrors(SamplerCallback):
+    """Measures by how much each step of a sampling stage changes the energy, which the exact flow would keep.
+
+        ΔE = K(θ, half) + [Ũ(θ') - Ũ(θ)]/τ + K(θ', half)
+
+    with K what half of the momentum's flow adds to the kinetic energy over τ (`MCLMC.kinetic_gain`): the last half of
+    the step's own flow, and the first half of the next one. Both potentials and both gradients are of the step's own
+    mini-batch, and of the same dropout masks. So ΔE has only the error of the integrator for that batch's potential,
+    which is of third order in the time step. Energies of two different batches would differ by their noise, whatever
+    the step size, and gradients of two by a term of first order, which turns the momentum and changes no law if it is
+    isotropic. Noise of the gradient enters through the batch's own potential, whose steeper slope raises the error.
+
+    A measured step costs a second gradient. With accumulation all micro-batches of the step count.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Any, TorchStates]] = []
+        """The step's micro-batches, each with the states of torch's generators before it."""
+        self._begun: Tensor | None = None
+        self._step = 0
+        self._errors: list[Tensor] = []
+        self._anchors: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        self._squares: list[Tensor] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        bayesian(pl_module, self).sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches.append((batch, TorchStates([pl_module.device])))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        module = bayesian(pl_module, self)
+        self._step = module.sampler.step_count
+        self._begun = None
+        if module.chains.progress.stage is Stage.SAMPLING:
+            gains = [self._gain(module, [p.grad for p in self._parameters(module)], share) for share in (1.0, 0.5)]
+            self._begun = gains[0] - gains[1] - self._reduced(module, module.chains.observed.mean_potential)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        module = bayesian(pl_module, self)
+        if module.sampler.step_count == self._step:
+            return  # an accumulated micro-batch
+        batches, self._batches = self._batches, []
+        if self._begun is not None:
+            potential, gradients = self._at_end(trainer, module, batches)
+            end = self._gain(module, gradients, 0.5) + self._reduced(module, potential)
+            self._errors.append(self._begun + end)
+            self._add_position(self._parameters(module))
+
+    def _parameters(self, module: BayesianModule) -> list[Tensor]:
+        return [p for group in module.sampler.param_groups for p in group["params"]]
+
+    def _gain(self, module: BayesianModule, gradients: list[Tensor | None], share: float) -> Tensor:
+        """Return what a share of the flow adds to K over all parameter groups, shape (C,)."""
+        sampler, place, gains = module.sampler, 0, []
+        assert isinstance(sampler, MCLMC)
+        for group in sampler.param_groups:
+            own = zip(group["params"], gradients[place:], strict=False)
+            pairs = [(p, g) for p, g in own if g is not None]
+            place += len(group["params"])
+            gains.append(sampler.kinetic_gain(group, [p for p, _ in pairs], [g for _, g in pairs], share))
+        return torch.stack(gains).sum(0)
+
+    @staticmethod
+    def _reduced(module: BayesianModule, mean_potential: Tensor) -> Tensor:
+        """Return Ũ/τ, shape (C,)."""
+        temperature = module.sampler.param_groups[0]["temperature"]
+        found = exact(mean_potential.detach().reshape(-1)) * (module.num_data or 1)
+        return found / (temperature.to(found.device) if isinstance(temperature, Tensor) else temperature)
+
+    def _at_end(
+        self, trainer: pl.Trainer, module: BayesianModule, batches: list[tuple[Any, TorchStates]]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return Ũ/N of a step's batches at the present state, shape (C,), and its gradients."""
+        chains, params, potentials = module.chains, self._parameters(module), []
+        assert chains.energies is not None
+        for batch, states in batches:
+            with torch.enable_grad(), trainer.precision_plugin.train_step_context(), _generators(states, module.device):
+                found = chains.energies(batch, through_stack=True, seed_chain=chains.claims.get("seed chain"))
+            potentials.append(found.mean_potential.reshape(-1))
+        potential = torch.stack(potentials).mean(0)
+        return potential, list(torch.autograd.grad(potential.sum(), params, allow_unused=True))
+
+    @torch.no_grad()
+    def _add_position(self, params: list[Tensor]) -> None:
+        if not self._anchors:
+            self._anchors = [p.detach().clone() for p in params]
+            self._sums, self._squares = ([torch.zeros_like(p) for p in params] for _ in range(2))
+        moved = torch._foreach_sub(params, self._anchors)
+        torch._foreach_add_(self._sums, moved)
+        torch._foreach_addcmul_(self._squares, moved, moved)
+
+    # -- what was found -----------------------------------------------------------------------------------------------
+
+    def variance(self, sampler: MCLMC) -> float:
+        """Return the variance of ΔE over the number of a chain's coordinates, infinite if it is not finite."""
+        errors = torch.stack(self._errors)
+        count = sum(sampler.sampled_numel(p) for group in sampler.param_groups for p in group["params"])
+        found = float(errors.var(0).mean()) / count
+        return found if math.isfinite(found) else math.inf
+
+    def friction(self, sampler: MCLMC) -> float:
+        """Return √(τ/s²), with s² the mean variance of the coordinates over the measured steps, scaled as the momenta.
+
+        The momentum then forgets its direction over a length of √d·s.
+        """
+        steps, total, count, place = len(self._errors), 0.0, 0, 0
+        for group in sampler.param_groups:
+            metric = sampler.preconditioner(group["params"]) or [torch.ones(())] * len(group["params"])
+            for scale, parameter in zip(metric, group["params"], strict=True):
+                spread = self._squares[place] / steps - (self._sums[place] / steps).square()
+                total += float((spread / scale.to(spread)).sum())
+                count, place = count + sampler.sampled_numel(parameter) * sampler.num_chains, place + 1
+        temperature = exact(torch.as_tensor(sampler.param_groups[0]["temperature"])).mean()
+        return math.sqrt(float(temperature) * count / max(total, 1e-300))
+
+
+@contextmanager
+def _generators(states: TorchStates, device: torch.device) -> Iterator[None]:
+    """Within the context torch's default generators begin from these states."""
+    with unchanged_generators([device]):
+        states.restore()
+        yield
+
+
+@dataclass
+class EnergyProber(Prober):
+    """Makes probes of MCLMC, each from the end of the last, and judges them by their energy errors.
+
+    Callbacks that change the gradient, and clipping, take no part, since their steps conserve no energy.
+    """
+
+    _state: State = field(default_factory=list)
+    _errors: EnergyErrors = field(default_factory=EnergyErrors)
+
+    def _repeated(self, lr: float) -> Probe:
+        self._errors = EnergyErrors()
+        probe = self._probe(lr, self._state or self.training.state)
+        if probe.energy is None:
+            return probe
+        self._state = self.runs.state()
+        sampler = self.runs.module.sampler
+        assert isinstance(sampler, MCLMC)
+        variance, friction = self._errors.variance(sampler), self._errors.friction(sampler)
+        limit, reason = None, ""
+        if variance > TOLERATED * WANTED:
+            limit = Limit.ENERGY_ERROR
+            reason = f"energy error: a variance of {variance:.3g} for each coordinate and step, wanted {WANTED:g}"
+        return replace(probe, limit=limit, reason=reason, energy_variance=variance, friction=friction)
+
+    def _first_steps(self) -> list[StepControls]:
+        """Return those of steps at the full lr, as many as the run's own burn-in but at most three probes' lengths.
+
+        The scale of a full gradient shows only while the chain moves, and MCLMC cannot heat on the way.
+        """
+        return [HOT] * min(round(self.form.lead), LONGEST * self.steps) if self.runs.has_preconditioner else []
+
+    def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
+        return self.runs.fit(schedule, steps, BayesianModelAverage(), health, self._errors, clips=False)
+
+
+def corrected(probe: Probe) -> float:
+    """Return the step size at which the law of sixth order expects the wanted variance, within a factor of 4."""
+    if probe.energy_variance is None or not math.isfinite(probe.energy_variance):
+        return probe.lr / MOST
+    factor = (WANTED / max(probe.energy_variance, 1e-300)) ** (1 / POWER)
+    return probe.lr * min(max(factor, 1 / MOST), MOST)
+
+
+def solve(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list[Probe]:
+    """Probe at lr, and at each probe's corrected step size, until three are near the wanted variance."""
+    probes: list[Probe] = []
+    while len(probes) < max_probes and len(_near(probes)) < ENOUGH:
+        probes.append(probe(lr))
+        lr = corrected(probes[-1])
+    return probes
+
+
+def _near(probes: Sequence[Probe]) -> list[Probe]:
+    """Return the probes whose variance is near the wanted one."""
+    return [p for p in probes if p.energy_variance is not None and 1 / NEAR < p.energy_variance / WANTED < NEAR]
+
+
+def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool, str]:
+    """Return the proposed step size and friction, whether they are healthy, and a sentence.
+
+    The step size is the mean of the corrected ones of the probes near the wanted variance, or else that of the last
+    probe, so the probes are in the order in which they were made; the friction is that of the same probes.
+    """
+    used = _near(probes) or list(probes[-1:])
+    lr = _geometric_mean([corrected(p) for p in used])
+    frictions = [p.friction for p in used if p.friction is not None]
+    friction = _geometric_mean(frictions) if frictions else None
+    if _near(used):
+        return lr, friction, True, SENTENCES[Limit.ENERGY_ERROR]
+    return lr, friction, False, f"No probe came near it; {used[-1].reason or 'the last one was far below'}"
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, PosteriorDashboard, SamplingSchedule
-from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
+from lightning_sgmcmc.figures.run import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.recipes.shared.figures import (
     densities_figure,
     errors_figure,
