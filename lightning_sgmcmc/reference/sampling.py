@@ -122,23 +122,27 @@ def sample(
     check_count("chains", chains, optional=False)
     check_count("batch_size", batch_size, optional=False)
     problem = Problem(module, data, batch_size, chains, start, seed, dtype)
-    if out is None:
+    posterior = _drawn(module, problem, settings, None if out is None else Path(out))
+    for text in posterior.report.warnings:
+        rank_zero_warn(f"The reference draws are doubtful: {text}.")
+    return posterior
+
+
+def _drawn(module: BayesianModule, problem: Problem, settings: Settings, path: Path | None) -> ReferencePosterior:
+    """Return the posterior of a run in a folder, or in memory."""
+    if path is None:
         store: SampleStore = MemoryStore()
         store.columns = problem.columns
-        run = _Run(problem, settings, store, None)
-        report = run.make()
+        report = _Run(problem, settings, store, None).make()
     else:
-        facts = problem.facts() | settings.law() | {"chains": chains}
-        folder = RunFolder(Path(out), facts, description_for_store(module), problem.columns, problem.shared())
+        facts = problem.facts() | settings.law() | {"chains": len(problem.initial)}
+        folder = RunFolder(path, facts, description_for_store(module), problem.columns, problem.shared())
         try:
-            run = _Run(problem, settings, folder.store, folder)
-            report = run.make()
+            report = _Run(problem, settings, folder.store, folder).make()
             write_report(folder.path, report)
         finally:
             folder.close()
         store = DiskStore(folder.store.path)
-    for text in report.warnings:
-        rank_zero_warn(f"The reference draws are doubtful: {text}.")
     posterior = ReferencePosterior(store, plain_copy(module).eval())
     posterior.report = report
     return posterior

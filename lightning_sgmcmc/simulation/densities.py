@@ -131,6 +131,13 @@ class Simulation:
     slots: Tensor | None = None
 
 
+def _check_combination(exchange: "ExchangeRun | None", contour: "ContourRun | None", device: torch.device) -> None:
+    if exchange is not None and contour is not None:
+        raise ValueError("an exchange cannot be combined with a contour, whose π would be learned at all temperatures")
+    if not has_float64(device):
+        raise ValueError(f"device must have float64, which a contour and energies need, got {device}: use device='cpu'")
+
+
 def simulate(
     target: Density,
     sampler: Callable[..., Sampler] = SGLD,
@@ -166,8 +173,7 @@ def simulate(
         num_chains: C.
         temperature: τ; while it is 0, a contour learns nothing.
         contour: contour sampling.
-        energy_noise: standard deviation of the Gaussian noise on the energy that the contour, or the exchange, uses, in
-            nats.
+        energy_noise: standard deviation, in nats, of the Gaussian noise on the energy that contour or exchange use.
         gradient_noise: standard deviation of the noise on each coordinate of the gradient.
         initial: initial positions, shape (C, d) or (d,); None draws them from a standard normal.
         keep_every: steps between draws that are kept after the burn-in; None keeps none.
@@ -191,25 +197,21 @@ def simulate(
         run = simulate(GaussianMixture.two_modes(), lr=0.1, num_steps=500, num_chains=100, keep_every=100)
         run.positions.mean((0, 1))
     """
-    for name, count, least in (("num_steps", num_steps, 1), ("num_chains", num_chains, 1)):
-        check_count(name, count, least)
+    check_count("num_chains", num_chains, 1)
     check_number("energy_noise", energy_noise)
     check_number("gradient_noise", gradient_noise)
     _check_records(num_steps, keep_every, burn_in, observe, list(checkpoints))
-    if exchange is not None and contour is not None:
-        raise ValueError("an exchange cannot be combined with a contour, whose π would be learned at all temperatures")
     device = torch.device(device)
+    _check_combination(exchange, contour, device)
     if initial is None:
         initial = _draw_starts(num_chains, target.dimension, seed)
-    if not has_float64(device):
-        raise ValueError(f"device must have float64, which a contour and energies need, got {device}: use device='cpu'")
     place = starting_places(initial, num_chains, target.dimension, dtype, device)
     rule = sampler([place], lr=_at(lr, 1), num_data=1, temperature=1.0, num_chains=num_chains, seed=seed)
     controls = _Controls(lr, temperature, place)
-    parts: list[StepPart] = [_Energies(target, place, seed, energy_noise, gradient_noise), controls]
     learner = None if contour is None else _Learner(contour, controls, place)
-    parts += [learner] if learner is not None else []
-    parts += [_Ladders(exchange, controls, place, seed)] if exchange is not None else []
+    ladders = None if exchange is None else _Ladders(exchange, controls, place, seed)
+    parts: list[StepPart] = [_Energies(target, place, seed, energy_noise, gradient_noise), controls]
+    parts += [part for part in (learner, ladders) if part is not None]
     loop = _light_loop(rule, place, parts, seed, is_worth_compiling(num_steps, device) if compile is None else compile)
     if exchange is not None and rule.momenta(loop.group) is not None:
         raise ValueError(f"{type(rule).__name__} has momentum, which also has a temperature: use SGLD for an exchange")
@@ -250,6 +252,7 @@ def _check_records(
     observe: Callable[[Tensor], Tensor] | None,
     checkpoints: list[int],
 ) -> None:
+    check_count("num_steps", num_steps)
     check_count("keep_every", keep_every)
     check_count("burn_in", burn_in, 0)
     if checkpoints and observe is None:

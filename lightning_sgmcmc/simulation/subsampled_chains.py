@@ -64,6 +64,23 @@ class SumSamples:
     acceptance: float | None
 
 
+def _advance(loop: LightLoop, recorder: Recorder, num_steps: int, compiles: bool) -> None:
+    """Make a run's steps, and record its positions."""
+    present = loop.place.detach()[None]
+    with torch.no_grad():
+        recorder.record(0, {"positions": present})
+        while loop.count < num_steps:
+            first = loop.count + 1
+            # The first step creates the rule's buffers, so it is not compiled; the last block may exceed the run.
+            rows = loop.advance(BLOCK if compiles and first > 1 else 1)
+            for step, row in enumerate(rows["positions"].split(1) if compiles else [present], first):
+                recorder.record(step, {"positions": row})
+
+
+def _draw_starts(num_chains: int, dimension: int, seed: int) -> Tensor:
+    return torch.randn(num_chains, dimension, generator=torch.Generator().manual_seed(derive_seed(seed, "start")))
+
+
 def sample_sum(
     target: FiniteSum,
     sampler: Callable[..., Sampler],
@@ -124,8 +141,7 @@ def sample_sum(
     _check_budget(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
     target = target.to(device, dtype)
     if initial is None:
-        generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
-        initial = torch.randn(num_chains, target.dimension, generator=generator)
+        initial = _draw_starts(num_chains, target.dimension, seed)
     place = starting_places(initial, num_chains, target.dimension, dtype, torch.device(device))
     rule = sampler([place], lr=lr, num_data=1, temperature=temperature, num_chains=num_chains, seed=seed)
     run, data = SumRun(target, rule, place, seed), target.num_data
@@ -139,15 +155,7 @@ def sample_sum(
     marks = list(at_steps) or [bisect_right(spent, round(passes * data)) - 1 for passes in at_passes]
     kept = sorted({*marks, num_steps})
     recorder = Recorder(kept, sorted({*marks}), None if observe is None else lambda rows: observe(rows[0])[None])
-    present = place.detach()[None]
-    with torch.no_grad():
-        recorder.record(0, {"positions": present})
-        while loop.count < num_steps:
-            first = loop.count + 1
-            # The first step creates the rule's buffers, so it is not compiled; the last block may exceed the run.
-            rows = loop.advance(BLOCK if compiles and first > 1 else 1)
-            for step, row in enumerate(rows["positions"].split(1) if compiles else [present], first):
-                recorder.record(step, {"positions": row})
+    _advance(loop, recorder, num_steps, compiles)
     positions, at = recorder.rows()["positions"], [bisect_left(kept, mark) for mark in marks]
     check_finite(positions[-1], num_steps)
     averages = place.new_zeros(len(marks), num_chains, 0) if observe is None else recorder.averages(num_chains)[at]

@@ -59,6 +59,9 @@ def localized(num_data: int, gamma: float = 100.0, nbeta: float | None = None) -
     return {"temperature": temperature, "prior": prior, "chain_start": "same"}
 
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
 def learning_coefficient(
     network: "nn.Module | BayesianModule",
     data: Any,
@@ -134,30 +137,12 @@ def learning_coefficient(
     source = _source(data, batch_size, seed)
     callback = LearningCoefficient(loss)
     schedule = SamplingSchedule(burn_in_steps=int(burn_in * num_steps), every_n_steps=every_n_steps)
-    options: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_steps": num_steps,
-        "max_epochs": -1,
-    } | dict(trainer or {})
+    options: dict[str, Any] = QUIET | {"max_steps": num_steps, "max_epochs": -1} | dict(trainer or {})
     fitted = pl.Trainer(**(options | {"callbacks": [schedule, callback, *options.get("callbacks", [])]}))
-    made = bayesianize(
-        copy.deepcopy(network),
-        what,
-        copy.deepcopy(likelihood),
-        checkpoint=checkpoint,
-        sampler=sampler,
-        lr=lr,
-        num_chains=num_chains,
-        seed=seed,
-        **(localized(_count(source), gamma, nbeta) | dict(module or {})),
-    )
-    if isinstance(source, pl.LightningDataModule):
-        fitted.fit(made, datamodule=source)
-    else:
-        fitted.fit(made, source)
+    chosen: dict[str, Any] = {"sampler": sampler, "lr": lr, "num_chains": num_chains, "seed": seed}
+    chosen |= localized(_count(source), gamma, nbeta) | dict(module or {})
+    made = bayesianize(copy.deepcopy(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
+    fitted.fit(made, source)
     assert callback.result is not None, "the schedule has drawn samples"
     return callback.result
 

@@ -134,16 +134,21 @@ def propose_lr(
             probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
             lr, friction, is_healthy, reason = choose_by_energy(probes)
             return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
-        prober = Prober(runs, training, form, length, tolerance)
-        least = training.time / form.lead if form.lead > 1 else 0.0
-        first = _heat(prober, least, max_probes) if runs.is_tested else training.lr
-        probes = search(prober, first, least, max_probes)
-        longer = replace(prober, steps=max(length, min(LONGER * length, form.stage_end)))
-        if longer.steps > length:
-            probes = repeat_longer(probes, longer, least, training.lr)
-        _check_refusals(probes)
-        lr, limit, is_healthy, reason = choose(probes, least, training.lr)
-        return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
+        return _by_health(Prober(runs, training, form, length, tolerance), setting, max_probes)
+
+
+def _by_health(prober: Prober, setting: Any, max_probes: int) -> StepProposal:
+    """Return the proposal of a sampler that heats, from probes of its health."""
+    runs, training, form = prober.runs, prober.training, prober.form
+    least = training.time / form.lead if form.lead > 1 else 0.0
+    first = _heat(prober, least, max_probes) if runs.is_tested else training.lr
+    probes = search(prober, first, least, max_probes)
+    longer = replace(prober, steps=max(prober.steps, min(LONGER * prober.steps, form.stage_end)))
+    if longer.steps > prober.steps:
+        probes = repeat_longer(probes, longer, least, training.lr)
+    _check_refusals(probes)
+    lr, limit, is_healthy, reason = choose(probes, least, training.lr)
+    return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
 
 
 def _proposal(
