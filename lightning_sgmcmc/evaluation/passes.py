@@ -302,7 +302,7 @@ def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count:
     own = isinstance(trainer.train_dataloader, ResumableLoader)
     shared = chains.num_chains > 1 and (chains.shared_batch or not own)
     streams = ["shared"] if shared else [layout.stream(chain) for chain in layout.chains]
-    owners = ["shared"] if shared else list(layout.chains)
+    owners: list[int | str] = ["shared"] if shared else list(layout.chains)
     ranks, number_of_data = layout.ranks_per_chain, len(indices_of(rows, PURPOSE))
     size = _fresh_size(rows, chains)
     iterators = []

@@ -13,7 +13,7 @@ import yaml
 import lightning_sgmcmc
 from lightning_sgmcmc import BayesianModule
 from lightning_sgmcmc.cli import main
-from lightning_sgmcmc.cli.help import COMMANDS
+from lightning_sgmcmc.cli.commands import COMMANDS
 from tests.support.paths import RECIPE
 
 
