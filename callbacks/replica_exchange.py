@@ -172,20 +172,13 @@ class ReplicaExchange(StepClaimant):
             self._attempts = saved["attempts"]
             self._order = saved["order"].to(device)
             self._tally = saved["tally"].to(device)
-            self._variance = self._restored_variance(saved["variance"], device)
+            self._variance = None if saved["variance"] is None else saved["variance"].to(device)
             if self._order.shape != (chains // slots, slots):
                 raise ValueError("the checkpoint has another ladder of temperatures: resume with the same one")
         run.chains.observed.keeps_each = self.noise_variance is None
         self._replacement = training_rows(run.trainer).replacement
         # Schedules continue from the run's own controls, so the slots' controls apply only during an update.
         self._hook = run.sampler.register_step_post_hook(self._restore_controls)
-
-    def _restored_variance(self, saved: Tensor | None, device: torch.device) -> Tensor | None:
-        if saved is None:
-            return None
-        if saved.shape[1] == len(self.temperatures):  # version 0.1.0 saved a number for each slot
-            saved = (saved[:, :-1] + saved[:, 1:]) / 2
-        return saved.to(device)
 
     def sampled_chains(self, total: int) -> SampledChains:
         return SampledChains(total * self.sampled_slots // len(self.temperatures), self.lrs[0], self.temperatures[0])

@@ -195,7 +195,7 @@ class Schedule(SamplerCallback):
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         trainer, module = run.trainer, run.module
         if saved is not None:
-            self._saved_warm_steps = saved.get("warm_steps", 0)  # version 0.1.0 has none
+            self._saved_warm_steps = saved["warm_steps"]
         if self.sets_lr and trainer.lr_scheduler_configs:
             scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
             raise ValueError(

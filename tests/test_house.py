@@ -1,6 +1,7 @@
 """The architecture, read from the source: no import circles, short files and functions, public names listed."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -142,6 +143,16 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: length for name, length in lengths.items() if length > MOST_LINES_OF_A_FUNCTION} == {}
+
+
+def test_the_map_names_files_that_exist() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    named = {
+        name for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|html))`", text) if "NAME" not in name and "KIND" not in name
+    }
+    assert len(named) > 30
+    missing = [n for n in named if not (REPOSITORY / n).exists() and not (REPOSITORY / PACKAGE / n).exists()]
+    assert missing == []
 
 
 # -- habits -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 VERSION = "version."
 """Prefix of the versions among a run's settings."""
 OF_RUN = "run."
-"""What the names of the run's settings begin with in `hparams.yaml`; earlier versions wrote them without it."""
+"""What the names of the run's settings begin with in `hparams.yaml`."""
 ELSEWHERE = (VERSION, "plan.")
 """Prefixes of the settings that other parts of the page show."""
 PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None, "seed": None}
@@ -86,7 +86,7 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
 
 
 def _sentences(run: RunRecord) -> list[str]:
-    """Return the five sentences of `results.json`; none of a run of an earlier version."""
+    """Return the five sentences of `results.json`; none of a run without them."""
     found = run.results.get("sentences")
     return [text for name in SENTENCES if isinstance(text := found.get(name), str)] if isinstance(found, dict) else []
 

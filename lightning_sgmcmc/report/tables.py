@@ -25,8 +25,6 @@ from lightning_sgmcmc.report.html import Cell, Table, is_finite, number
 from lightning_sgmcmc.report.run_record import ResultRow, RunError, RunRecord
 from lightning_sgmcmc.run.results import METHODS
 
-EARLIER_NAMES = {"ess": "Kish's number of the weights"}
-"""Metrics of earlier versions, under other names."""
 HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
 SHORT_TABLE = 12
@@ -75,7 +73,7 @@ def _averages(found: Found, methods: list[str], metrics: list[str], title: str) 
     for metric in metrics:
         values = [_with_error(found.get((method, metric))) for method in methods]
         change = _change(metric, found.get(("single", metric)), found.get(("bma", metric)))
-        rows.append([EARLIER_NAMES.get(metric, metric), *values, change])
+        rows.append([metric, *values, change])
     has_errors = any(row.error is not None for row in found.values())
     note = "The number after ± is the standard deviation over the samples. " if has_errors else ""
     if "best_single" in methods:
