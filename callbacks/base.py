@@ -47,14 +47,16 @@ class SamplerCallback(RunCallback):
 
     Example::
 
+        from lightning_sgmcmc.callbacks.base import Run
+
         class Watch(SamplerCallback):
-            def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+            def begin(self, run: Run, saved: dict | None) -> None:
                 self.energies = [] if saved is None else saved["energies"]
 
             def on_posterior_sample(self, trainer, pl_module, sample) -> None:
                 self.energies.append(sample.energy)
 
-            def state(self) -> dict[str, Any]:
+            def state(self) -> dict:
                 return {"energies": list(self.energies)}
     """
 
@@ -101,12 +103,19 @@ class SamplerCallback(RunCallback):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn."""
 
+    @property
+    def state_key(self) -> str:
+        """The key of the state in a checkpoint; two callbacks of a class may have one only where they have no state."""
+        key = super().state_key
+        return key if type(self).state is not SamplerCallback.state else f"{key} {id(self)}"
+
     # -- the life of a fit --------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
         """The parts of the fit in progress."""
-        assert self._run is not None, f"{type(self).__name__} is in no fit"
+        if self._run is None:
+            raise AttributeError(f"{type(self).__name__} is in no fit: `run` has its parts from `begin` to `end`")
         return self._run
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

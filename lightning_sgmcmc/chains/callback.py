@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import pytorch_lightning as pl
 
@@ -146,6 +146,11 @@ class RunCallback(pl.Callback):
             total: chains of the run.
         """
         return None
+
+
+def declares(callback: pl.Callback) -> TypeGuard[RunCallback]:
+    """Return whether a callback's class declares what it is; a mock of one answers anything."""
+    return issubclass(type(callback), RunCallback)
 
 
 def arguments_of(callback: pl.Callback) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
-from lightning_sgmcmc.chains.callback import RunCallback
+from lightning_sgmcmc.chains.callback import declares
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -236,7 +236,7 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
 def check_entries(callback: pl.Callback, states: Mapping[str, Any]) -> None:
     """Raise ValueError unless a callback's state in a checkpoint has the entries that it declares, of their types."""
     known: Mapping[str, Any] = {}
-    if isinstance(callback, RunCallback):
+    if declares(callback):
         known = callback.entries
     elif isinstance(callback, ModelCheckpoint):
         known = OF_LIGHTNING

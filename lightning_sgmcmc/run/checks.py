@@ -292,7 +292,8 @@ class PatientStopping:
         """Make the trainer's `EarlyStopping` callbacks wait."""
         self.samples = samples
         for callback in callbacks_of(trainer):
-            if isinstance(callback, EarlyStopping) and str(callback.monitor).startswith(self._monitors):
+            monitor = getattr(callback, "monitor", None)  # a mock has none
+            if isinstance(callback, EarlyStopping) and str(monitor).startswith(self._monitors):
                 vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
                 self._patched.append(callback)
 

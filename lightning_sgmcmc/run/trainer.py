@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_sgmcmc.chains.callback import Place, RunCallback
+from lightning_sgmcmc.chains.callback import Place, RunCallback, declares
 from lightning_sgmcmc.chains.chains import chains_of
 
 
@@ -23,7 +23,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 def declared(trainer: pl.Trainer) -> list[RunCallback]:
     """Return the trainer's callbacks that declare what they are, in their order."""
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, RunCallback)]
+    return [callback for callback in callbacks_of(trainer) if declares(callback)]
 
 
 def log_interval(trainer: pl.Trainer) -> int:
@@ -136,7 +136,7 @@ def put_in_place(trainer: pl.Trainer) -> None:
 def _place_of(callback: Any) -> Place | None:
     if isinstance(callback, LearningRateMonitor):
         return Place.DIAGNOSIS
-    return callback.place if isinstance(callback, RunCallback) else None
+    return callback.place if declares(callback) else None
 
 
 # -- baseline ----------------------------------------------------------------------------------------------------------

@@ -90,8 +90,12 @@ def test_a_contour_can_begin_at_a_checkpoint_without_one(tmp_path: Path) -> None
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     fit(contour(), SaveAt(tmp_path, {250}), enable_checkpointing=True)
     for change in ({"zeta": 0.5}, {"num_bins": 31}, {"width": 7.0}, {"scheme": "original"}, {"floor": 1e-6}):
-        with pytest.raises(ValueError, match="the checkpoint's contour has"):
+        with pytest.raises(ValueError, match=r"other settings \(contour"):
             fit(contour(**change), enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt")
+    # A run that allows other settings still needs the bins of the learned histogram.
+    allow = ExactResume(allow=["contour"])
+    with pytest.raises(ValueError, match="the checkpoint's contour has"):
+        fit(contour(num_bins=31), allow, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt")
 
 
 def test_nothing_of_a_fit_is_left_in_the_next_one() -> None:

@@ -168,5 +168,5 @@ def test_another_number_of_proposals_cannot_go_on(tmp_path: Path) -> None:
     save = pl.callbacks.ModelCheckpoint(tmp_path, filename="end", every_n_epochs=1)
     fit_with(seeded(Net), [EWSG(1), save], max_epochs=1, enable_checkpointing=True)
     trainer = quiet_trainer(max_epochs=3, callbacks=[EWSG(2)])
-    with pytest.raises(ValueError, match="num_proposals=1, this one 2"):
+    with pytest.raises(ValueError, match="num_proposals 1 there, 2 here"):
         trainer.fit(seeded(Net), datamodule=Data(), ckpt_path=tmp_path / "end.ckpt")

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning_sgmcmc import cli
-from lightning_sgmcmc.cli import SamplingCLI
+from lightning_sgmcmc.cli import SamplingCLI, commands
 from lightning_sgmcmc.cli.commands import DEFAULT, examples
 from lightning_sgmcmc.cli.fit import run_command
 from tests.docs.markdown import code_blocks, inline_code
@@ -137,11 +137,11 @@ def _parse(words: list[str]) -> None:
         return
     with ExitStack() as stack:
         for module, name, result in (
-            (cli.report, "find_run", (Path(), 1)),
-            (cli.report, "write_report", Path()),
-            (cli.compare, "compare_runs", []),
-            (cli.compare, "write_comparison", None),
-            (cli.compare, "text", ""),
+            (commands, "find_run", (Path(), 1)),
+            (commands, "write_report", Path()),
+            (commands, "compare_runs", []),
+            (commands, "write_comparison", None),
+            (commands, "text", ""),
         ):
             stack.enter_context(patch.object(module, name, lambda *given, result=result: result))
         recipes: Any = importlib.import_module("lightning_sgmcmc.recipes.__main__")
