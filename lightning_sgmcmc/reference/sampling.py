@@ -122,10 +122,7 @@ def sample(
     check_count("chains", chains, optional=False)
     check_count("batch_size", batch_size, optional=False)
     problem = Problem(module, data, batch_size, chains, start, seed, dtype)
-    posterior = _drawn(module, problem, settings, None if out is None else Path(out))
-    for text in posterior.report.warnings:
-        rank_zero_warn(f"The reference draws are doubtful: {text}.")
-    return posterior
+    return _drawn(module, problem, settings, None if out is None else Path(out))
 
 
 def _drawn(module: BayesianModule, problem: Problem, settings: Settings, path: Path | None) -> ReferencePosterior:
@@ -143,6 +140,8 @@ def _drawn(module: BayesianModule, problem: Problem, settings: Settings, path: P
         finally:
             folder.close()
         store = DiskStore(folder.store.path)
+    for text in report.warnings:
+        rank_zero_warn(f"The reference draws are doubtful: {text}.")
     posterior = ReferencePosterior(store, plain_copy(module).eval())
     posterior.report = report
     return posterior
