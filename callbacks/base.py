@@ -106,8 +106,9 @@ class SamplerCallback(RunCallback):
     @property
     def state_key(self) -> str:
         """The key of the state in a checkpoint; two callbacks of a class may have one only where they have no state."""
-        key = super().state_key
-        return key if type(self).state is not SamplerCallback.state else f"{key} {id(self)}"
+        own = type(self)
+        has_state = own.state is not SamplerCallback.state or own.state_dict is not SamplerCallback.state_dict
+        return super().state_key if has_state else f"{super().state_key} {id(self)}"
 
     # -- the life of a fit --------------------------------------------------------------------------------------------
 
