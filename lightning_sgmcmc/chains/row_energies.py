@@ -213,8 +213,7 @@ def _of_prior(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # Which form of one function of all chains is faster on a GPU: `torch.vmap`, or the chains written out one by one.
 #
 # `torch.vmap` makes one grouped convolution of the chains' convolutions, for which cuDNN may have no fast kernel, and
-# one
-# batched product of their matrices, which is fast. So only a network with convolutions is measured, and only them.
+# one batched product of their matrices, which is fast. So only a network with convolutions is measured, and only them.
 
 
 Seconds = Callable[[Callable[[], Any]], float]

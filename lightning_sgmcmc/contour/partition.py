@@ -172,8 +172,7 @@ class EnergyRange:
 # The law of a chain's energies, and what flattening it gives: the spread of κ and the efficiency of the weights.
 #
 # A posterior that is Gaussian in d directions has U - min U ~ τ·Gamma(d/2), and the noise of mini-batches adds a
-# normal
-# variable. Both are near a shifted gamma law (Pearson type III), which three moments determine.
+# normal variable. Both are near a shifted gamma law (Pearson type III), which three moments determine.
 
 
 POINTS = 4001

@@ -215,8 +215,7 @@ def pays(device: torch.device, loader: Any) -> bool:
 # What Lightning does at every step for nothing, left out during a fit: idle profilers and idle hooks.
 #
 # A step calls six hooks of every callback, and enters a profiler for each call, whether or not the callback defines
-# the
-# hook and the user has chosen a profiler. For a small network that takes longer than the network.
+# the hook and the user has chosen a profiler. For a small network that takes longer than the network.
 
 
 HOOKS = (
