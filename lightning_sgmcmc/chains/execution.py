@@ -98,9 +98,21 @@ def network_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if not is_prior_state(name)}
 
 
-def slots_of(module: nn.Module) -> dict[str, Home]:
-    """Return where a module takes the plain weights of its expanded layers, by name."""
-    return {expansion.name: (expansion.rule._buffers, PLAIN) for expansion in expansions_of(module)}
+@contextmanager
+def restored(homes: Iterable[Sequence[Home]]) -> Iterator[None]:
+    """Put the tensors that are in some places of a module now back there at the end."""
+    before = [(home, key, home[key]) for places in homes for home, key in places]
+    try:
+        yield
+    finally:
+        for home, key, tensor in before:
+            home[key] = tensor
+
+
+def put(homes: Sequence[Home], tensor: Tensor) -> None:
+    """Put a tensor into all of its places in a module."""
+    for home, key in homes:
+        home[key] = tensor
 
 
 class StatelessCall(nn.Module):
@@ -313,24 +325,13 @@ class TogetherCall:
         if states.have_masks:
             yield from (self._alone.call(state, *args) for state in states.each)
             return
-        with _own_tensors(self._module) as places:
+        slots = {expansion.name: [(expansion.rule._buffers, PLAIN)] for expansion in expansions_of(self._module)}
+        places = homes_of(self._module) | slots  # expanded layers take their plain weights
+        with restored(places.values()):
             for state in states.each:
                 for name, tensor in state.items():
-                    for home, key in places.get(name, ()):
-                        home[key] = tensor
+                    put(places.get(name, ()), tensor)
                 yield self._function(self._module, *args)
-
-
-@contextmanager
-def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[Home]]]:
-    """Yield where a module keeps each of its tensors, by name; restore them at the end."""
-    places = homes_of(module) | {name: [slot] for name, slot in slots_of(module).items()}
-    before = [(home, key, home[key]) for homes in places.values() for home, key in homes]
-    try:
-        yield places
-    finally:
-        for home, key, tensor in before:
-            home[key] = tensor
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

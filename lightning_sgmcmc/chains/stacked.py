@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from lightning_sgmcmc.chains.execution import homes_of
+from lightning_sgmcmc.chains.execution import homes_of, put, restored
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
@@ -50,7 +50,8 @@ class StackedChains:
                     tensor.copy_(value)
         for index, one in enumerate(self._present()):
             stacked = torch.stack([start[index] for start in starts])
-            self._put(index, nn.Parameter(stacked, one.requires_grad) if isinstance(one, nn.Parameter) else stacked)
+            is_parameter = isinstance(one, nn.Parameter)
+            put(self.homes[index], nn.Parameter(stacked, one.requires_grad) if is_parameter else stacked)
         self._dim = self._present()[0].dim()
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
@@ -70,10 +71,6 @@ class StackedChains:
     def _present(self) -> list[Tensor]:
         """Return the module's current tensors."""
         return [places[0][0][places[0][1]] for places in self.homes]
-
-    def _put(self, index: int, tensor: Tensor) -> None:
-        for home, key in self.homes[index]:
-            home[key] = tensor
 
     def refresh(self) -> None:
         """Renew the slices if the module has been moved, converted or copied."""
@@ -119,18 +116,14 @@ class StackedChains:
 
         A buffer that the module reassigns meanwhile is copied into the given one.
         """
-        before = self._present()
-        try:
-            for index, tensor in enumerate(tensors):
-                self._put(index, tensor)
+        with restored(self.homes):
+            for homes, tensor in zip(self.homes, tensors, strict=True):
+                put(homes, tensor)
             yield
             for index in range(self.num_parameters, len(tensors)):
                 home, key = self.homes[index][0]
                 if home[key] is not tensors[index]:
                     tensors[index].copy_(home[key])
-        finally:
-            for index, tensor in enumerate(before):
-                self._put(index, tensor)
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Where chains start, the layers that an exception names, and the tensors that chains share."""
+"""Where chains start, and the tensors that chains share."""
 
 import pickle
 import warnings
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_sgmcmc.chains.execution import homes_of, state_of
+from lightning_sgmcmc.chains.execution import homes_of, put, restored, state_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
@@ -225,18 +225,6 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
 
 
-def layer_at_fault(error: BaseException, module: nn.Module) -> str | None:
-    """Return the name of the innermost layer of a module that raised an exception, or None."""
-    names = {id(part): f"'{name}' ({type(part).__name__})" for name, part in module.named_modules() if name}
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        found = names.get(id(owner), found)
-        trace = trace.tb_next
-    return found
-
-
 # -- sharing -----------------------------------------------------------------------------------------------------------
 
 # What of a network is sampled, and what all chains share: frozen parameters, and the buffers of frozen parts.
@@ -399,23 +387,13 @@ class Holder:
         """Return a context in which the module has these tensors; `tensors` come by name, on any device."""
         if tensors and not self._places:
             self._places = homes_of(self._module)
-        before = []
-        for name, tensor in tensors.items():
-            home, key = self._places[name][0]
-            own = home[key]
-            other = self._other(name, own, tensor)
-            if other is not None:
-                before.append((name, own))
-                self._put(name, other)
-        try:
+        with restored(self._places[name] for name in tensors):
+            for name, tensor in tensors.items():
+                home, key = self._places[name][0]
+                other = self._other(name, home[key], tensor)
+                if other is not None:
+                    put(self._places[name], other)
             yield
-        finally:
-            for name, own in before:
-                self._put(name, own)
-
-    def _put(self, name: str, tensor: Tensor) -> None:
-        for home, key in self._places[name]:
-            home[key] = tensor
 
     def _other(self, name: str, own: Tensor, tensor: Tensor) -> Tensor | None:
         """Return what is to take the place of a module's own tensor, or None if that has the same values."""

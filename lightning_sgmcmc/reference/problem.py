@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.rows import rows_of
-from lightning_sgmcmc.chains.execution import StatelessCall, state_of
+from lightning_sgmcmc.chains.density import Densities, vmap_refusal
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.stacked import check_hooks
@@ -24,7 +25,7 @@ from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.datamodules.base import TensorBatches, evaluation_loader
 from lightning_sgmcmc.evaluation.passes import differs_in_training, indices_of, plain_data
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior, overrides
+from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
@@ -173,14 +174,13 @@ class FullEnergy:
         self._model = model
         self._batches = batches
         self._vmapped = vmapped
-        self._held = held_rows(model)
+        self._densities = Densities(model, marginal=True)
+        self._held = self._densities.held
         self._columns = sampled_columns(named, self._held)
         """The stretches of columns of all parameters that are sampled; the rest is a held row."""
         self._shapes = [without_row(t, self._held[n]).shape if n in self._held else t.shape for n, t in named.items()]
         self._flat = FlatParameters([list(named.values())], 1)
-        self._likelihood = StatelessCall(model, type(model).log_likelihood)
-        self._has_own_prior = overrides(model, "log_prior")
-        if self._has_own_prior and isinstance(model.prior, HierarchicalPrior):
+        if self._densities.has_own_prior and isinstance(model.prior, HierarchicalPrior):
             raise ValueError(
                 f"{type(model).__name__} defines log_prior, so the scales of its HierarchicalPrior cannot be "
                 "integrated out: pass another prior"
@@ -240,7 +240,9 @@ class FullEnergy:
             each = self._model.log_likelihood(batch)
             check_shape(each)
             total += self._backward(each.sum(dtype=widest_dtype(each.device)))
-        total += self._backward(widest(self._log_prior()))
+        total += self._backward(
+            widest(self._densities.present_log_prior(named_trainable(self._model) | prior_state(self._model)))
+        )
         return total, self._of_columns(self._flat.gradients[0])
 
     def _backward(self, log_density: Tensor) -> Tensor:
@@ -249,29 +251,17 @@ class FullEnergy:
             part.sum().backward()
         return part.detach()
 
-    def _log_prior(self) -> Tensor:
-        model = self._model
-        if self._has_own_prior:
-            return model.log_prior()
-        named = of_prior(model)
-        if isinstance(model.prior, HierarchicalPrior):
-            return model.prior.log_marginal(named)
-        return model.prior.log_prob(named)
-
     # -- all at once --------------------------------------------------------------------------------------------------
 
     def _together(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         leaf = rows.detach().requires_grad_()
         total = rows.new_zeros(len(rows), dtype=widest_dtype(rows.device))
-        over_chains = torch.vmap(self._likelihood.call, in_dims=(0, None))
         for batch in self._batches:
             try:
-                each = over_chains(self._complete(self.sampled(leaf)), batch)
+                state = self._complete(self.sampled(leaf))
+                each = self._densities.log_likelihoods(state, batch, randomness="error")
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"torch.vmap cannot run the network for all chains at once ({str(error).splitlines()[0]}): pass "
-                    "chain_execution='loop' to the module, which runs one chain after another"
-                ) from error
+                raise vmap_refusal(error, self._model) from error
             check_shape(each, chains=True)
             total += self._backward(each.sum(1, dtype=widest_dtype(each.device)))
         total += self._backward(widest(self._log_priors(self.sampled(leaf))))
@@ -287,16 +277,9 @@ class FullEnergy:
         return found
 
     def _log_priors(self, named: dict[str, Tensor]) -> Tensor:
-        model = self._model
-        if self._has_own_prior:
-            found: Tensor = torch.vmap(StatelessCall(model, type(model).log_prior).call)(self._complete(named))
-            return found
         count = len(next(iter(named.values())))
-        state = {name: tensor.expand(count, *tensor.shape) for name, tensor in prior_state(model).items()}
-        entries = Entries({**named, **state}, self._held)
-        if isinstance(model.prior, HierarchicalPrior):
-            return model.prior.log_marginal(entries, chains=True)
-        return model.prior.log_prob_of_chains(entries)
+        state = {name: tensor.expand(count, *tensor.shape) for name, tensor in prior_state(self._model).items()}
+        return self._densities.log_priors(self._complete(named), Entries({**named, **state}, self._held))
 
 
 # -- problem -----------------------------------------------------------------------------------------------------------
