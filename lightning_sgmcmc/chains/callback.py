@@ -36,13 +36,8 @@ class PlannedSchedule(Protocol):
 
 
 class SampledChains(NamedTuple):
-    """The chains of a run that draw samples.
-
-    Attributes:
-        number: how many.
-        lr: their step size over that of the schedule.
-        temperature: their temperature over that of the schedule.
-    """
+    """The number of a run's chains that draw samples, and their step size and temperature over those of the
+    schedule."""
 
     number: int
     lr: float
@@ -66,13 +61,7 @@ class ChainSizes:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Per-datum gradients of a run's steps.
-
-    Attributes:
-        gradients: those of the mini-batches, for each chain.
-        epochs: epochs of the run, NaN if unknown.
-        num_data: N.
-    """
+    """The per-datum gradients of a run's mini-batches for each chain, its epochs (NaN if unknown), and N."""
 
     gradients: int
     epochs: float

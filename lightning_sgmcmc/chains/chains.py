@@ -35,9 +35,8 @@ from lightning_sgmcmc.tensors import Control, as_rows
 class ChainGradients:
     """The part of `Chains` that concerns gradients.
 
-    They arrive in one of three places: in the parameters themselves; in the slices of stacked chains that are computed
-    one after another; or in the rows of one tensor, from which a step over all of a network's tensors costs one
-    operation (see `FlatParameters`).
+    They arrive in the parameters themselves; in the slices of stacked chains that are computed one after another; or in
+    the rows of one tensor, from which a step over all tensors costs one operation (see `FlatParameters`).
     """
 
     model: EnergyModel
@@ -62,12 +61,8 @@ class ChainGradients:
     def flatten(self, sampler: Sampler, trainer: pl.Trainer) -> None:
         """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it.
 
-        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has buffers of its
-        own for gradients.
-
-        Args:
-            sampler: theirs, already on their device.
-            trainer: the run's.
+        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has gradients of its
+        own.
         """
         self.unflatten(sampler)
         wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
@@ -102,15 +97,7 @@ class ChainGradients:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, and gather its gradients.
-
-        Args:
-            loss: the loss.
-            args, kwargs: passed to `Tensor.backward`.
-
-        Raises:
-            RuntimeError: for a network of several chains that computes activations again.
-        """
+        """Run the backward pass, and gather its gradients; raise for several chains that compute activations again."""
         if self.accumulation.loss_scale != 1:
             loss = loss * self.accumulation.loss_scale
         with explained(self.num_chains):
@@ -148,11 +135,7 @@ class ChainGradients:
             self.stacked.spread_gradients()
 
     def clear_gradients(self, sampler: Optimizer) -> None:
-        """Clear the gradients.
-
-        Args:
-            sampler: of the parameters.
-        """
+        """Clear the gradients of a sampler's parameters."""
         if self.flat is not None and self._arrive_in_rows:
             self.flat.clear_gradients()
             return
@@ -173,10 +156,7 @@ class ChainGradients:
         return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
 
     def clip_gradients(self, limit: float) -> None:
-        """Scale each chain's gradient down to a norm of at most `limit`.
-
-        On a CPU a chain's norm is that of its tensors' norms, bit for bit as alone.
-        """
+        """Scale each chain's gradient down to a norm of at most `limit`; on a CPU bit for bit as alone."""
         if self.flat is not None and self._clips_rows:
             clip = compiled(clip_rows) if self.flat.fused else clip_rows
             clip(self.flat.gradients, limit)

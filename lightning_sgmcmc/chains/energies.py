@@ -28,20 +28,13 @@ class ChainEnergies:
 
         Ũ/N = -c·Σ_{i in batch} log p(y_i|x_i,θ) - log p(θ)/N,   c = 1/n or as `DataWeights` has it
 
-    * "loop": one chain after another, with its slices as the module's tensors. Bit for bit equal to each chain run
-      alone.
-    * "vmap": all chains in one call, by `torch.vmap` over the stacked tensors. Equal up to rounding.
-    * "unrolled": one chain after another inside one function, which can be compiled as one.
+    "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once, equal up to rounding;
+    "unrolled" one after another inside one function, which can be compiled as one. "auto" is "vmap" or, where graphs
+    are replayed and it is faster, "unrolled".
 
     Args:
-        model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
-        execution: one of them; "auto" is "vmap" or, where graphs are replayed and it is faster, "unrolled".
-        compiled: whether `torch.compile` compiles the network's part; "auto" does on CUDA, if the network compiles.
-        num_data: N.
-        trainable: the model's own sampled parameters by name.
-        flat: the sampled parameters as rows of one tensor, if they are; with "vmap" and for a single chain the energies
-            are then a function of them (see `RowEnergies`).
+        flat: the sampled parameters as rows, of which the energies then are a function, but for "loop" (`RowEnergies`).
     """
 
     def __init__(
@@ -102,11 +95,9 @@ class ChainEnergies:
         keeps_each: bool = False,
         weigh: Callable[[], float | None] | None = None,
     ) -> StepEnergy:
-        """Return the energies of a batch.
+        """Return the energies of a batch, and log p(y|x,θ) of each datum if `keeps_each`.
 
-        Args:
-            keeps_each: also return log p(y|x,θ) for each datum.
-            weigh: returns c, or None for 1/n; called after a first batch was checked.
+        `weigh` returns c, or None for 1/n; it is called after a first batch was checked.
         """
         chains = self._chains
         if isinstance(batch, ChainBatches) and (chains is None or len(batch) != chains.num_chains):
@@ -231,10 +222,8 @@ class ChainEnergies:
         return replayed
 
     def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Allocate zero gradients for parameters whose gradients come from a CUDA graph.
-
-        The graph overwrites its outputs at each replay, so already at the next micro-batch.
-        """
+        """Allocate zero gradients for parameters whose gradients come from a CUDA graph, which overwrites its outputs
+        at each replay, so already at the next micro-batch."""
         if not self.replays:
             return
         for parameter in parameters:

@@ -28,15 +28,10 @@ def dropout_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels: bool = False) -> Tensor:
-    """Return a mask that multiplies a layer's input: 1/(1-p) with probability 1-p, else 0, independently.
+    """Return a mask of a layer's input, 1/(1-p) with probability 1-p, else 0, shape (1, …), in the host's memory.
 
-    Args:
-        name: the layer's name in the network; each layer has its own mask.
-        shape: of the input; its first axis is the batch's.
-        whole_channels: whether all elements of a channel, the second axis, have one value.
-
-    Returns:
-        shape (1, …), in the host's memory: one mask for all data.
+    Each layer, by its name in the network, has its own; `shape` is the input's, the batch first. With `whole_channels`
+    all elements of a channel, the second axis, have one value.
     """
     own = (1, *shape[1:2], *[1] * (len(shape) - 2)) if whole_channels else (1, *shape[1:])
     generator = torch.Generator().manual_seed(derive_seed(seed, "mask", name))
@@ -116,11 +111,8 @@ def put(homes: Sequence[Home], tensor: Tensor) -> None:
 
 
 class StatelessCall(nn.Module):
-    """Calls `function(module, *args)` with a sample's tensors instead of the module's own.
-
-    Args:
-        module: the module whose parameters and buffers are replaced; its own are unchanged.
-    """
+    """Calls `function(module, *args)` with a sample's tensors; the module's own parameters and buffers are
+    unchanged."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -132,10 +124,8 @@ class StatelessCall(nn.Module):
         return self._function(self.module, *args)
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
-        """Call the function with the tensors of `state`, by the module's own names.
-
-        If the state has the seed of dropout masks, dropout is active with these masks (see `chains/execution.py`).
-        """
+        """Call the function with the tensors of `state`, by the module's own names; with a seed of dropout masks in it,
+        dropout is active with these masks."""
         renamed = self._renamed
         own = {f"module.{renamed.get(name, name)}": tensor for name, tensor in state.items() if name != MASK_SEED}
         if len(own) == len(state):
@@ -194,10 +184,8 @@ def dtype_of(state: State) -> torch.dtype:
 
 
 def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most: int) -> Iterator[list[Sample]]:
-    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes.
-
-    A larger sample is alone.
-    """
+    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes
+    but for one alone."""
     group: list[Sample] = []
     room, kind = 0.0, torch.float32
     for sample in samples:
@@ -213,11 +201,8 @@ def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most
 
 
 class States:
-    """The states of several samples of one network, for `TogetherCall`.
-
-    Args:
-        states: parameters and buffers of each by name, on one device.
-    """
+    """The states of several samples of one network on one device, parameters and buffers by name, for
+    `TogetherCall`."""
 
     def __init__(self, states: Sequence[State]) -> None:
         self._each: list[State] = list(states)
@@ -273,10 +258,9 @@ class States:
 class TogetherCall:
     """Calls `function(module, *args)` with the tensors of each of several samples instead of the module's own.
 
-    On a CPU the samples run one after another, each with its tensors put in the module's place (`runs_at_once`); bit
-    for bit as that sample alone. On other devices they run at once, by `torch.vmap`, equal up to rounding. Networks
-    that vmap cannot run (their control flow depends on data, or they draw random numbers) run one after another there
-    too. If memory does not suffice for all, fewer run at once.
+    On a CPU the samples run one after another, each in the module's place, bit for bit as that sample alone. On other
+    devices they run at once, by `torch.vmap`, equal up to rounding, unless vmap cannot run the network (its control
+    flow depends on data, or it draws random numbers). If memory does not suffice for all, fewer run at once.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], compiled: bool = False) -> None:
@@ -291,11 +275,7 @@ class TogetherCall:
         """Runs all at once; None once it has failed."""
 
     def __call__(self, states: States, *args: Any) -> Iterator[Any]:
-        """Yield the function's results, one for each state; until the last, the module may have other tensors.
-
-        Args:
-            states: the samples' states, on the module's device.
-        """
+        """Yield the function's results, one for each state; until the last, the module may have other tensors."""
         if states.have_masks or self._together is None or not runs_at_once(states.device):
             return self._one_by_one(states, args)
         return (result for part in states.parts(self._most) for result in self._at_once(part, args))
@@ -347,8 +327,8 @@ class _Held:
 def free_graphs() -> None:
     """Free the memory of CUDA graphs after a fit that replayed them.
 
-    Torch frees it with all compiled code of the process, which is compiled again at its next call: the activations of
-    all chains are worth more than the seconds.
+    Torch frees it with all compiled code of the process: the activations of all chains are worth the seconds to
+    compile.
     """
     if _Held.contexts:
         _Held.waiting = True

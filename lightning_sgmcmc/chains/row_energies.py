@@ -22,12 +22,10 @@ from lightning_sgmcmc.samplers.rows import FlatParameters
 
 
 class Found(NamedTuple):
-    """The energies of a batch. Where a graph is replayed, the next call overwrites the first and the last.
+    """The energies of a batch; the next replay of a graph overwrites the first and the last.
 
-    Attributes:
-        loss: the sum of Ũ/N over the chains with its graph, shape ().
-        numbers: Ũ/N and log p(θ), shape (2, C).
-        each: log p(y|x,θ) of each datum, shape (C, n).
+    They are the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and log p(y|x,θ)
+    of each datum, shape (C, n).
     """
 
     loss: Tensor
@@ -43,11 +41,8 @@ class RowEnergies:
 
     Args:
         chains: its stacked tensors; None for a single unstacked chain.
-        num_data: N.
-        compiler: compiles the function as `torch.compile` does; None leaves it as it is.
-        unrolled: whether the chains are written out one by one in the function instead of `torch.vmap`; None measures
-            which is faster where graphs are replayed (see `chains.forms`), and is `torch.vmap` elsewhere, unless vmap
-            cannot run a layer (an LSTM).
+        unrolled: whether the chains are written out one by one instead of `torch.vmap`; None measures which is faster
+            where graphs are replayed, and is `torch.vmap` elsewhere, unless vmap cannot run a layer (an LSTM).
     """
 
     def __init__(
@@ -260,14 +255,8 @@ def convolutions_of(model: nn.Module) -> Iterator[list[Convolution]]:
 def unrolled_is_faster(
     convolutions: Sequence[Convolution], chains: int, device: torch.device, seconds: Seconds | None = None
 ) -> bool:
-    """Return whether convolutions of each chain by itself take less time on a device than grouped ones of all chains.
-
-    It is measured once in a process, forward and backward.
-
-    Args:
-        chains: C.
-        seconds: measures the time of a call; None takes the kernels' time from torch's profiler.
-    """
+    """Return whether convolutions of each chain by itself take less time on a device than grouped ones of all chains,
+    as measured once in a process, forward and backward; `seconds` defaults to the kernels' time."""
     if not convolutions or chains > MOST_CHAINS:
         return False
     key = (*sorted(map(repr, convolutions)), chains, str(device))

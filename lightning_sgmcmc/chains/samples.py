@@ -97,10 +97,8 @@ def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> Sa
 
 
 def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
-    """Return the samples' log-weights with one constant for all, shape (S,), float64.
-
-    They are those of the records, or normalised within each chain if the records' are not comparable.
-    """
+    """Return the samples' log-weights, shape (S,), float64, with one constant for all: the records', or normalised
+    within each chain if those are not comparable."""
     log_weights = torch.tensor([record.log_weight for record in records], dtype=torch.float64)
     if all(record.comparable for record in records):
         return log_weights
@@ -119,14 +117,8 @@ def on_cpu(sample: PosteriorSample) -> PosteriorSample:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which a CUDA device makes while the host continues.
-
-    They go to pinned memory, and one event says that all of them are complete. Tensors on other devices are copied at
-    once. The originals may be changed afterwards.
-
-    Args:
-        tensors: tensors on the host, and on one other device.
-    """
+    """Copies of tensors in pinned host memory, which a CUDA device makes while the host continues; one event says that
+    all are complete. Tensors on other devices are copied at once. The originals may be changed afterwards."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: Any = None
@@ -165,10 +157,7 @@ class FlatStates:
     """Copies of the states of C chains: for each dtype one tensor (C, P), with a row for each chain.
 
     Each tensor begins at an even column, so that pairs of numbers in its last axis can be viewed as complex ones.
-
-    Args:
-        parts: parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
-        num_chains: C.
+    `parts` are the parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Tensor]], num_chains: int) -> None:
@@ -204,13 +193,9 @@ class FlatStates:
         return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:
-        """Return for each chain whether a parameter or running statistic may be NaN or infinite, or another buffer NaN;
-        masks often have infinities.
-
-        A sum of finite numbers may overflow, so a suspect is to be examined; other chains are sound.
-
-        Returns:
-            shape (C,), bool, on the device.
+        """Return for each chain, shape (C,), whether a parameter or running statistic may be NaN or infinite, or
+        another buffer NaN (masks often have infinities). A sum of finite numbers may overflow, so a suspect is to be
+        examined.
         """
         found: list[Tensor] = []
         for dtype, flat in self.flat.items():
@@ -224,12 +209,7 @@ class FlatStates:
 
 
 class Drawing:
-    """Samples that are drawn together.
-
-    Args:
-        states: the flat states of which their tensors are views; None if they are tensors of their own.
-        rows: the row of each sample in these.
-    """
+    """Samples that are drawn together, each of tensors of its own or of views of a row of the flat states."""
 
     def __init__(
         self, samples: Sequence[PosteriorSample], states: FlatStates | None = None, rows: Sequence[int] = ()
@@ -240,10 +220,8 @@ class Drawing:
         self._copies: HostCopies | None = None
 
     def host_copy(self, sample: PosteriorSample) -> Callable[[], PosteriorSample]:
-        """Return a function that returns the sample in host memory, once the device has copied it.
-
-        The first call begins one copy of all samples of the drawing.
-        """
+        """Return a function that returns the sample in host memory, once the device has copied it with the whole
+        drawing."""
         place = next((i for i, own in enumerate(self.samples) if own is sample), None)
         if place is None:
             return Drawing([sample]).host_copy(sample)
@@ -318,9 +296,8 @@ def check_replicas(chains: Chains, step: int) -> None:
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[Drawing]:
     """Return the chains' current states as samples, one per chain of the run, in their order.
 
-    The states are copied together, and their numbers are read together, so the host waits for the device once. The
-    claim "expand samples" turns each state into `tags.draws` samples. A drawing has at most as many samples as this
-    process has chains; all processes iterate over the drawings together.
+    The states are copied and their numbers read together, so the host waits for the device once. The claim "expand
+    samples" turns each state into `tags.draws` samples. All processes iterate over the drawings together.
     """
     frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
     if frozen is not None:

@@ -19,12 +19,7 @@ from lightning_sgmcmc.samplers.rows import FlatParameters
 
 
 class StackedChains:
-    """The stacked tensors of a module and their slices, one for each chain.
-
-    Args:
-        module: the module with one chain's tensors; they are replaced by stacked ones.
-        num_chains: C.
-    """
+    """The stacked tensors of a module and their slices, one for each chain; they replace the module's own."""
 
     def __init__(
         self,
@@ -112,10 +107,8 @@ class StackedChains:
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Temporarily replace the module's tensors by these.
-
-        A buffer that the module reassigns meanwhile is copied into the given one.
-        """
+        """Temporarily replace the module's tensors by these; a buffer that the module reassigns is copied into the
+        given one."""
         with restored(self.homes):
             for homes, tensor in zip(self.homes, tensors, strict=True):
                 put(homes, tensor)
@@ -147,12 +140,8 @@ class StackedChains:
                 piece.grad = None
 
     def collect_gradients(self, flat: FlatParameters | None = None) -> None:
-        """Copy the slices' gradients to the stacked parameters, in persistent buffers.
-
-        Args:
-            flat: the stacked parameters as rows of one tensor, whose `gradients` are these buffers; None for buffers of
-                their own, also where a parameter has no gradient.
-        """
+        """Copy the slices' gradients to the stacked parameters, in persistent buffers: those of the rows `flat`, or
+        buffers of their own, also where a parameter has no gradient."""
         if flat is not None and self._collect_rows(flat):
             return
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
@@ -194,11 +183,8 @@ class StackedChains:
 
 
 def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
-    """Scale each chain's gradient down to a norm of at most `limit`, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        gradients: tensors with a leading chain axis.
-    """
+    """Scale each chain's gradient, along the leading axis, down to a norm of at most `limit`, as torch's
+    `clip_grad_norm_` does."""
     for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
         norm = nn.utils.get_total_norm(pieces)
         torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -208,13 +194,8 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
 
 
 def prepare_layers(model: nn.Module) -> None:
-    """Raise for layers that cannot be sampled, and let embeddings have dense gradients.
-
-    The prior's gradient is dense, so sparse ones save nothing, and they cannot be computed for chains together.
-
-    Args:
-        model: the model; which parameters require gradients is known.
-    """
+    """Raise for layers that cannot be sampled, and let embeddings have dense gradients: the prior's is dense, so sparse
+    ones save nothing, and they cannot be computed for chains together."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
@@ -249,10 +230,9 @@ def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise if a hook changes the gradient of something that is sampled.
-
-    The chain would follow another force than that of U, and a masked entry would not stay: it has noise and a prior. A
-    hook of a tensor is called here with a made-up gradient; one that returns None or what it got is accepted.
+    """Raise if a hook changes the gradient of something that is sampled: the chain would follow another force than that
+    of U, and a masked entry would not stay. A tensor's hook is called with a made-up gradient, to see whether it
+    changes it.
     """
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
@@ -294,10 +274,8 @@ def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool
 
 
 def mask_padding(model: nn.Module) -> None:
-    """Let no gradient pass through the outputs of embeddings at `padding_idx`, for good.
-
-    The padding row has no gradient of the likelihood. Under `torch.vmap` torch masks that row of the first chain only.
-    """
+    """Let no gradient pass through the outputs of embeddings at `padding_idx`, for good: that row has none of the
+    likelihood, and under `torch.vmap` torch masks the first chain's only."""
     padded = (part for part in model.modules() if isinstance(part, nn.Embedding) and part.padding_idx is not None)
     for part in padded:
         if _without_padding not in part._forward_hooks.values():

@@ -56,11 +56,7 @@ def start_chain(
     initialise: Callable[[int], None],
     shared: frozenset[str] = frozenset(),
 ) -> None:
-    """Write a chain's initial state to a model's tensors.
-
-    Args:
-        model: the model, with one chain's tensors, changed in place.
-    """
+    """Write a chain's initial state to the tensors of a model with one chain's."""
     chain, total = layout.chains[index], layout.total_chains
     if not isinstance(start, str):
         if len(start) != total:
@@ -120,10 +116,8 @@ def text_of_start(start: ChainStart) -> Any:
 
 
 def read_state(entry: "Mapping[str, Tensor] | str | Path", chain: int) -> dict[str, Tensor]:
-    """Return a state by name: a state dict itself, or that of a checkpoint, a torch file or a sample file.
-
-    Files are read without running any code of theirs.
-    """
+    """Return a state by name: a state dict itself, or that of a checkpoint, a torch file or a sample file, of which no
+    code is run."""
     what = f"chain_start[{chain}]"
     content: Any = entry
     if not isinstance(entry, Mapping):
@@ -177,12 +171,7 @@ def _fitting(model: nn.Module, state: dict[str, Tensor], chain: int, total: int)
 
 
 def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | None) -> None:
-    """Draw a chain's initial state into a module's tensors; warn if a layer keeps its values.
-
-    Args:
-        module: the module, changed in place.
-        rebuild: creates another module as the user did; None if unknown.
-    """
+    """Draw a chain's initial state into a module's tensors, as `draw_start` does; warn if a layer keeps its values."""
     kept = draw_start(module, rebuild)
     if kept and chain == 1:  # in the one process that holds chain 1
         warnings.warn(
@@ -193,12 +182,8 @@ def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | Non
 
 
 def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> list[str]:
-    """Reinitialise a module's trainable parameters, by its constructor or else by its layers.
-
-    Args:
-        module: the module, changed in place.
-        rebuild: creates another one as the user did; None if unknown.
-    """
+    """Reinitialise a module's trainable parameters in place, by its constructor (`rebuild`) or else by its layers;
+    return the names of those that keep their values."""
     own, shared = state_of(module), shared_names(module)
     kept = [own[name].detach() for name in shared]
     kept += [own[name].detach()[row] for name, row in held_rows(module).items()]
@@ -239,13 +224,8 @@ LIKELIHOOD = "likelihood."
 
 
 def freeze(module: nn.Module, sampled: Sequence[str], argument: str = "sampled") -> None:
-    """Set `requires_grad` of a network's parameters: those that a pattern matches are sampled, the others frozen.
-
-    Parameters of the likelihood, such as a learned noise scale, are left as they are.
-
-    Args:
-        module: the module, changed in place.
-    """
+    """Set `requires_grad` of a network's parameters: those that a pattern matches are sampled, the others frozen, and
+    those of the likelihood, such as a learned noise scale, left as they are."""
     names = [name for name, _ in module.named_parameters() if not name.startswith(LIKELIHOOD)]
     for pattern in sampled:
         if not any(_matches(name, pattern) for name in names):
@@ -275,11 +255,8 @@ def frozen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the tensors that all chains share; none if no parameter is frozen.
-
-    They are the frozen parameters, the buffers of `frozen_parts`, and, beside frozen parameters, buffers that a state
-    dict leaves out, which are constants.
-    """
+    """Return the names of the tensors that all chains share: the frozen parameters, the buffers of `frozen_parts`, and,
+    beside frozen parameters, buffers that a state dict leaves out, which are constants."""
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     if not frozen:
         return frozenset()
@@ -300,10 +277,8 @@ def keys_of(module: nn.Module, names: frozenset[str]) -> set[str]:
 class Sharing:
     """What the chains of a module share, since it is not sampled.
 
-    Attributes:
-        sampled: patterns of the sampled parameters' names; None samples those that require gradients.
-        dropout: whether frozen parts drop out in training.
-        names: of the shared tensors, once chains begin; those of stacked chains stay as they are.
+    `sampled` are patterns of the sampled parameters' names (None samples those that require gradients), and `dropout`
+    says whether frozen parts drop out in training. `names` are those of the shared tensors, once chains begin.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -333,10 +308,8 @@ class Sharing:
         return {name: tensor.detach() for name, tensor in state.items() if name in self.names}
 
     def agree(self, layout: ChainLayout) -> None:
-        """Take the first process's shared tensors, once: networks that the processes drew without a seed differ.
-
-        All processes call it together.
-        """
+        """Take the first process's shared tensors, once; all processes call it, whose networks may be drawn without a
+        seed."""
         if self.names and layout.is_spread and layout.strategy is not None and not self._agreed:
             layout.strategy.share_first(self.tensors().values())
             self._agreed = True

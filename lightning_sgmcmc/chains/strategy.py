@@ -25,12 +25,7 @@ from lightning_sgmcmc.seeding import derive_seed
 
 
 def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dict[str, Tensor]:
-    """Return the tensors of all chains.
-
-    Args:
-        parts: the tensors of each process, in the order of the chains.
-        chains_each: C.
-    """
+    """Return the tensors of all chains from each process's, in the order of the chains."""
     return {name: _join([part[name] for part in parts], chains_each) for name in parts[0]}
 
 
@@ -40,13 +35,8 @@ def split_tensors(whole: Mapping[str, Tensor], layout: ChainLayout) -> dict[str,
 
 
 def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return the sampler state of all chains.
-
-    Args:
-        parts: each process's sampler `state_dict`, in the order of the chains.
-        chains_each: C.
-        shapes: shapes of the parameters in each process.
-    """
+    """Return the sampler state of all chains from each process's, in their order; `shapes` are those in each
+    process."""
     first = parts[0]
     own_axis = first["sampler"]["per_chain_state"]
     state: dict[Any, dict[str, Any]] = {}
@@ -73,11 +63,7 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
 
 
 def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return a process's part of what `join_sampler` returned.
-
-    Args:
-        shapes: shapes of the parameters in this process.
-    """
+    """Return a process's part of what `join_sampler` returned; `shapes` are those of its parameters."""
     if "sampler" not in whole:
         return whole
     if whole["sampler"]["num_chains"] != layout.total_chains:
@@ -141,11 +127,7 @@ KINDS = (int, float, bool)
 
 
 class SampleRows:
-    """The form of a run's samples: which tensors they hold, and where each lies in a row.
-
-    Args:
-        sample: any of them; all samples of a run have its form.
-    """
+    """The form of a run's samples, which all have it: which tensors they hold, and where each lies in a row."""
 
     def __init__(self, sample: PosteriorSample) -> None:
         self._places: list[tuple[str, str, torch.dtype, torch.Size, slice]] = []
@@ -169,12 +151,8 @@ class SampleRows:
         return packed
 
     def unpack(self, rows: Sequence[Tensor], numbers: Tensor) -> Iterator[PosteriorSample]:
-        """Yield the samples that `pack` and `numbers_of` were given; each owns its tensors.
-
-        Args:
-            rows: one tensor (S, P) for each of `dtypes`.
-            numbers: shape (S, 2·F).
-        """
+        """Yield the samples that `pack` (a tensor (S, P) for each dtype) and `numbers_of` were given; each owns its
+        tensors."""
         for index, own in enumerate(numbers.tolist()):
             row = {dtype: tensor[index].clone() for dtype, tensor in zip(self.dtypes, rows, strict=True)}
             held: dict[str, Any] = {part: {} for part in PARTS}
