@@ -453,13 +453,9 @@ def common_length(length: int, most: int) -> int:
 def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> list[Any]:
     """Return the chains' batches of tokens with the length of the longest, if they have an attention mask.
 
-    A collate function pads a batch to its own longest text, so the lengths differ between chains, and between steps.
-    Masked tokens have no effect. Batches without a mask, or with other entries of that length than a tokenizer's, are
-    returned as they are.
-
-    Args:
-        most: pads to one of a few lengths (`common_length`), for a compiled network that takes at most so many tokens;
-            None pads to the longest.
+    A collate function pads a batch to its own longest text, so lengths differ between chains and steps. Masked tokens
+    have no effect. Batches with other entries of that length than a tokenizer's stay as they are. For a compiled
+    network that takes `most` tokens, they get one of a few lengths (`common_length`).
     """
     inputs = [batch[0] if isinstance(batch, list | tuple) and batch else batch for batch in batches]
     if not all(isinstance(own, Mapping) and isinstance(own.get("attention_mask"), Tensor) for own in inputs):
@@ -483,11 +479,8 @@ def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> l
 
 
 def with_few_lengths(batch: Any, net: Any) -> Any:
-    """Return a batch to evaluate as a compiled network takes it: one without an output for each token is padded.
-
-    Args:
-        batch: a dict with "attention_mask", or a pair of one and a target; others are returned as they are.
-    """
+    """Return a batch to evaluate as a compiled network takes it: a dict with "attention_mask", or a pair of one and a
+    target, is padded unless each token has an output."""
     config: Any = getattr(net, "config", None)
     most = most_tokens(config)
     labels = batch.get("labels") if isinstance(batch, Mapping) else None

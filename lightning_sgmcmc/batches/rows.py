@@ -75,12 +75,8 @@ class TrainingRows:
         return None if None in sizes else [size for size in sizes if size is not None]
 
     def loader(self, places: Sequence[int], dataset: Any = None, batch_size: int | None = None) -> DataLoader[Any]:
-        """Return a loader of some rows, in their order.
-
-        Args:
-            places: numbers of rows, from 0 to `len(indices)`.
-            batch_size: rows of a batch; None is the training loader's.
-        """
+        """Return a loader of some rows, by their numbers from 0, in their order; without a `batch_size` that of
+        training."""
         assert self.indices is not None
         chosen = places if isinstance(self.indices, range) else [self.indices[place] for place in places]
         part: Subset[Any] = Subset(self.dataset if dataset is None else dataset, chosen)
@@ -93,9 +89,6 @@ def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tup
     """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows.
 
     A given N that is not the number of rows may count something else; `DataWeights` compares it with the batches.
-
-    Args:
-        given: N as the user has passed it, or None.
     """
     rows = training_rows(trainer)
     datamodule = getattr(trainer, "datamodule", None)
@@ -361,13 +354,10 @@ def _first_of_one(batches: list[Any]) -> Any:
 
 
 def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
-    """Return why the batches of trajectories are likelier in one direction, and the remedy; None if they are not.
+    """Return why the batches of trajectories of so many steps are likelier in one direction, and the remedy, or None.
 
     Independent batches are as likely in both directions, as are those of whole epochs in random order, parts of one
     such epoch, and whole pairs of `SymmetricOrder`. Of a loader whose order is unknown nothing is said.
-
-    Args:
-        steps: K, optimizer steps of a trajectory, which begin with the first batch of an epoch.
     """
     if not _order_matters(trainer):
         return None
@@ -397,11 +387,7 @@ def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
 
 
 def fault_of_start(trainer: pl.Trainer, steps: int, batch_idx: int) -> str | None:
-    """Return why a trajectory that fits the epochs may not begin with a batch, None if it may.
-
-    Args:
-        steps: K, optimizer steps of a trajectory.
-    """
+    """Return why a trajectory of so many steps, which fit the epochs, may not begin with a batch, None if it may."""
     if not _order_matters(trainer):
         return None
     accumulated = trainer.accumulate_grad_batches

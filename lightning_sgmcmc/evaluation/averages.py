@@ -78,9 +78,7 @@ class WeightedAverage:
 class ChainsAverage:
     """Average over samples, or the mean of the chains' own averages if their weights do not compare across chains.
 
-        f̂ = Σ_j w_j·f_j / Σ_j w_j,   or   f̂ = C⁻¹·Σ_c f̂_c   with f̂_c of chain c alone
-
-    Memory is one average, or one for each chain.
+    f̂ = Σ_j w_j·f_j / Σ_j w_j,   or   f̂ = C⁻¹·Σ_c f̂_c   with f̂_c of chain c alone
     """
 
     def __init__(self) -> None:

@@ -113,14 +113,9 @@ class ChainComparison:
 
 @dataclass(frozen=True)
 class ChainRow:
-    """Summary statistics of one chain, or of all chains pooled.
-
-    Attributes:
-        chain: its index, None for all chains.
-        samples: their number.
-        energy, energy_std: mean and standard deviation of the samples' energies, in nats.
-        diagnostics: diagnostics of the energies; for one chain, between its halves.
-        nll: NLL of the average's predictive on the compared data, NaN if nothing was evaluated.
+    """Summary statistics of one chain, or of all chains pooled (`chain` is None): energies in nats, their diagnostics
+    (for one chain, between its halves), and the NLL of the average on the compared data, NaN if nothing was
+    evaluated.
     """
 
     chain: int | None

@@ -50,11 +50,8 @@ def new_statistics(
     batches: Iterable[Any],
     call: Callable[[Mapping[str, Tensor], Any], Any],
 ) -> dict[str, Tensor]:
-    """Return a state whose BatchNorm statistics are averages over batches at its weights.
-
-    Args:
-        state: parameters and buffers by name; unchanged. Layers without statistics in it keep the model's.
-    """
+    """Return a state whose BatchNorm statistics are averages over batches at its weights; layers without statistics in
+    the state keep the model's."""
     layers = {n: layer for n, layer in batch_norm_layers(model).items() if f"{n}.running_mean" in state}
     fresh = dict(state)
     for name in layers:
@@ -88,10 +85,8 @@ def refreshed(
     """Return a sample with BatchNorm statistics and energy of its own weights, on random training data.
 
     The energy is Ũ on the data of one step, in evaluation mode. Without data that can be read again, it remains the
-    step's. No random generator is advanced, and no process communicates.
-
-    Args:
-        batches: training batches for the statistics; None takes a pass over the data.
+    step's. No random generator is advanced, and no process communicates. The statistics are of so many batches, None of
+    a pass over the data.
     """
     if not has_fresh_batches(trainer):
         return sample

@@ -105,11 +105,7 @@ def cifar10_hmc(path: str | Path) -> Tensor:
 
 
 class Reference:
-    """A reference predictive of the test data.
-
-    Args:
-        source: see `read_probabilities`; None is no reference.
-    """
+    """A reference predictive of the test data, from what `read_probabilities` takes; None is no reference."""
 
     names = ("agreement", "total_variation")
 
@@ -139,13 +135,10 @@ BLOCK = 2**22
 
 
 class StoredScores:
-    """Collects the samples' predictions of one loader's data, and scores each and their average.
+    """Collects the samples' predictions of one loader's data, and scores each and their average, in the original units.
 
-    Gaussian likelihoods' average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes
-    have the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
-
-    Args:
-        scale: the divisor of the targets, or of each, (D,); scores are in the original units.
+    Gaussian likelihoods' average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes have
+    the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
     """
 
     def __init__(self, likelihood: Any, scale: float | Tensor, reference: Reference | None, with_scores: bool) -> None:

@@ -41,12 +41,8 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 
 
 def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
-    """Return all training data in the data set's order, without augmentation where a datamodule has its plain data.
-
-    Args:
-        model: the model, whose device and dtype the batches get.
-        data: a pair of tensors (x, y), a data set, a loader of one, or a datamodule.
-    """
+    """Return all training data in the data set's order, without augmentation where a datamodule has its plain data, on
+    the model's device and in its dtype."""
     datamodule = data if isinstance(data, pl.LightningDataModule) else None
     with unchanged_generators([model.device]):
         loader = _loader(data, batch_size)
@@ -151,17 +147,9 @@ class FullEnergy:
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
 
     Energies are added up in double precision. The scales of a `HierarchicalPrior` are integrated out. Chains are
-    computed one after another, each bit for bit as alone, or all at once by `torch.vmap`.
-
-    Args:
-        model: the model of one chain, in evaluation mode; its sampled parameters become views of one tensor.
-        batches: all data, on the model's device.
-        temperature: τ.
-        vmapped: whether chains are computed at once.
-
-    Attributes:
-        names: the sampled parameters, in the order of the columns, which are those of their sampled entries.
-        gradients: gradients of one chain over all data so far.
+    computed one after another, each bit for bit as alone, or all at once by `torch.vmap`. The model, in evaluation
+    mode, has its sampled parameters as views of one tensor; `names` has them in the order of the columns, which are
+    those of their sampled entries.
     """
 
     def __init__(
@@ -288,17 +276,7 @@ class FullEnergy:
 class Problem:
     """The posterior of a module given its data; the module is copied and stays as it is.
 
-    Args:
-        chains: C.
-        start: how chains start, see `BayesianModule`; None is as the module says.
-        dtype: of the chains; None is the module's.
-
-    Attributes:
-        model: the copy, in evaluation mode.
-        energy: U/τ over all data.
-        num_data: N.
-        initial: positions at the start, shape (C, P).
-        columns: what inputs and targets are, if a datamodule says so.
+    `model` is the copy in evaluation mode, `energy` U/τ over all data, and `initial` the chains' starts, shape (C, P).
     """
 
     def __init__(
@@ -351,13 +329,8 @@ class Problem:
         return self.model.chains.sharing.tensors()
 
     def sample(self, row: Tensor, energy: float, step: int, chain: int) -> PosteriorSample:
-        """Return a draw as a sample of the posterior.
-
-        Args:
-            row: the sampled parameters, shape (P,).
-            energy: U/τ.
-            step: the iteration, from 1, warm-up included.
-        """
+        """Return a draw, parameters of shape (P,) with U/τ there, as a sample; iterations count from 1 with the
+        warm-up."""
         model, shared = self.model, self.shared()
         self.energy.put(row)
         named = named_trainable(model)

@@ -15,12 +15,7 @@ from lightning_sgmcmc.tensors import as_rows, exact_device
 
 
 class Snapshot:
-    """Parameters and buffers of all chains of this process at one time, θ_q.
-
-    Args:
-        chains: the chains; with several, the model's tensors have a leading chain axis, and so have the snapshot's.
-        with_gradients: whether gradients at θ_q are wanted, too.
-    """
+    """Parameters and buffers of all chains of this process at one time, θ_q, and if so wanted gradients there."""
 
     def __init__(self, chains: Chains, with_gradients: bool = False) -> None:
         module = chains.model
@@ -100,11 +95,7 @@ class Snapshot:
             return torch.stack([self._densities.log_prior(state) for state in states])
 
     def add_gradients(self, log_density: Tensor, divisor: float) -> None:
-        """Add the gradients of each chain's -Σ_i log_density_i/divisor to the sums.
-
-        Args:
-            log_density: what `of_batch` or `log_prior` returned; its graph is used up.
-        """
+        """Add the gradients of each chain's -Σ_i log_density_i/divisor to the sums; the densities' graph is used up."""
         (-log_density.sum() / divisor).backward()  # type: ignore[no-untyped-call]
         self.count += 1
 
@@ -162,11 +153,6 @@ class Snapshot:
 
 
 def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = None) -> Tensor:
-    """Return tensors of chains as one row for each chain, shape (C, d).
-
-    Args:
-        tensors: with a leading chain axis where C > 1.
-        num_chains: C.
-    """
+    """Return tensors of C chains as one row for each chain, shape (C, d)."""
     parts = [as_rows(tensor, num_chains) for tensor in tensors]
     return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
