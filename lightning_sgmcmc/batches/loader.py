@@ -193,7 +193,8 @@ class ResumableLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_workers = num_workers
-        self.collate_fn = collate_fn if collate_fn is not None else _default_collate_of(dataset)
+        default = as_is if hasattr(dataset, "whole_batch") else default_collate
+        self.collate_fn = default if collate_fn is None else collate_fn
         self.chains: tuple[int, ...] = (chain,)
         """The chains that get a batch of their own each; one gets plain batches, several get `ChainBatches`."""
         self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)
@@ -405,14 +406,12 @@ def is_shuffled(loader: Any) -> bool:
 
 
 def flat_loaders(loaders: Any) -> list[Any]:
-    """Return the loaders in a trainer's loader, which may be a collection."""
+    """Return the loaders in a trainer's loader, which may be None or a collection."""
+    if loaders is None:
+        return []
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     return [one for part in loaders for one in flat_loaders(part)] if isinstance(loaders, list | tuple) else [loaders]
-
-
-def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:
-    return as_is if hasattr(dataset, "whole_batch") else default_collate
 
 
 def as_is(batch: Any) -> Any:

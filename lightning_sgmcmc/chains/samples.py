@@ -15,6 +15,11 @@ from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.tensors import STATISTICS, as_rows, exact, exact_device
 
+Parts = dict[str, dict[str, Tensor]]
+"""A sample's parameters, buffers and scales, each by name."""
+PARTS = ("parameters", "buffers", "scales")
+"""The fields of a sample that hold tensors by name."""
+
 
 @dataclass(repr=False)
 class PosteriorSample:
@@ -107,10 +112,9 @@ def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
 
 def on_cpu(sample: PosteriorSample) -> PosteriorSample:
     """Return a copy of a sample in the host's memory; tensors that it shares with others are not copied."""
-    parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
-    buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
-    scales = {k: v.detach().to("cpu", copy=True) for k, v in sample.scales.items()}
-    return replace(sample, parameters=parameters, buffers=buffers, scales=scales)
+    tensors = {part: getattr(sample, part) for part in PARTS}
+    copies = {part: {k: v.detach().to("cpu", copy=True) for k, v in own.items()} for part, own in tensors.items()}
+    return replace(sample, **copies)
 
 
 # -- transfers ---------------------------------------------------------------------------------------------------------
@@ -145,12 +149,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
-
-
-Parts = dict[str, dict[str, Tensor]]
-"""A sample's parameters, buffers and scales, each by name."""
-PARTS = ("parameters", "buffers", "scales")
-"""The fields of a sample that hold tensors by name."""
 
 
 class FlatStates:
@@ -244,15 +242,11 @@ class Drawing:
         copies, sample = self._copies.wait(), self.samples[place]
         if self._states is not None:
             flat = dict(zip(self._states.flat, copies, strict=True))
-            return _with_parts(sample, self._states.of_chain(self._rows[place], flat))
+            return replace(sample, **self._states.of_chain(self._rows[place], flat))
         remaining = iter(copies)
         for own in self.samples[: place + 1]:
             parts = {part: {name: next(remaining) for name in getattr(own, part)} for part in PARTS}
-        return _with_parts(sample, parts)
-
-
-def _with_parts(sample: PosteriorSample, parts: Parts) -> PosteriorSample:
-    return replace(sample, parameters=parts["parameters"], buffers=parts["buffers"], scales=parts["scales"])
+        return replace(sample, **parts)
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

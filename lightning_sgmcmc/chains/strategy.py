@@ -24,16 +24,6 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
 
-def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dict[str, Tensor]:
-    """Return the tensors of all chains from each process's, in the order of the chains."""
-    return {name: _join([part[name] for part in parts], chains_each) for name in parts[0]}
-
-
-def split_tensors(whole: Mapping[str, Tensor], layout: ChainLayout) -> dict[str, Tensor]:
-    """Return a process's part of what `join_tensors` returned."""
-    return {name: _split(tensor, layout) for name, tensor in whole.items()}
-
-
 def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequence[torch.Size]) -> dict[str, Any]:
     """Return the sampler state of all chains from each process's, in their order; `shapes` are those in each
     process."""
@@ -417,8 +407,8 @@ class ChainStrategy(DDPStrategy):
         everyone = self.collect({key: tensor for key, tensor in state.items() if key not in shared})
         if everyone is None:
             return state
-        whole = join_tensors(everyone, layout.num_chains)
-        return {key: whole.get(key, tensor) for key, tensor in state.items()}
+        whole = {key: _join([own[key] for own in everyone], layout.num_chains) for key in everyone[0]}
+        return {**state, **whole}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
@@ -432,8 +422,8 @@ class ChainStrategy(DDPStrategy):
         layout = self._layout()
         if layout.is_spread:
             state, shared = checkpoint["state_dict"], self._shared_keys()
-            own = split_tensors({key: tensor for key, tensor in state.items() if key not in shared}, layout)
-            checkpoint = dict(checkpoint) | {"state_dict": {key: own.get(key, t) for key, t in state.items()}}
+            own = {key: _split(tensor, layout) for key, tensor in state.items() if key not in shared}
+            checkpoint = dict(checkpoint) | {"state_dict": {**state, **own}}
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class FirstBatches:
         self._seen += 1
         if self._seen & (self._seen - 1):
             return False
-        low, high, target = _look(self._model, self._chains, batch)
+        low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)
             self.counted = _count(self._model, self._chains, batch)
@@ -90,14 +90,9 @@ class FirstBatches:
             )
 
 
-def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float]:
-    """Check a batch's targets and outputs by the model's likelihood, in evaluation mode and for the first chain."""
-    low, high, _ = _look(model, chains, batch)
-    return low, high
-
-
-def _look(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float, Tensor | None]:
-    """Check a batch; return its smallest and largest output and its targets."""
+def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float, Tensor | None]:
+    """Check a batch by the model's likelihood, in evaluation mode and for the first chain; return its smallest and
+    largest output and its targets."""
     if model.likelihood is None or overrides(model, "log_likelihood"):
         return math.inf, -math.inf, None
     first = batch[0] if isinstance(batch, ChainBatches) else batch

@@ -60,9 +60,14 @@ class WeightedAverage:
 
     def copy(self) -> "WeightedAverage":
         """Return a copy that shares no memory with this one."""
-        twin = WeightedAverage()
-        twin.load_state_dict(self.state_dict())
-        return twin
+        return WeightedAverage.of(self.state_dict())
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "WeightedAverage":
+        """Return the average with this `state_dict()`; it shares no terms with it."""
+        average = cls()
+        average.load_state_dict(state)
+        return average
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and tensors."""
@@ -112,10 +117,7 @@ class ChainsAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
-        self._parts = {}
-        for chain, saved in state["parts"].items():
-            self._parts[chain] = WeightedAverage()
-            self._parts[chain].load_state_dict(saved)
+        self._parts = {chain: WeightedAverage.of(saved) for chain, saved in state["parts"].items()}
 
 
 @dataclass
@@ -209,9 +211,8 @@ class CycleAverage:
         self._closed.load_state_dict(state["closed"])
         self._open = {}
         for chain, saved in state["open"].items():
-            cycle = _OpenCycle(saved["cycle"], count=saved["count"], log_inverse=saved["log_inverse"])
-            cycle.average.load_state_dict(saved["average"])
-            self._open[chain] = cycle
+            average = WeightedAverage.of(saved["average"])
+            self._open[chain] = _OpenCycle(saved["cycle"], average, saved["count"], saved["log_inverse"])
 
 
 def _logaddexp(a: float, b: float) -> float:

@@ -102,10 +102,7 @@ class ChainComparison:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
-        self.averages = {}
-        for chain, saved in state["averages"].items():
-            self.averages[chain] = WeightedAverage()
-            self.averages[chain].load_state_dict(saved)
+        self.averages = {chain: WeightedAverage.of(saved) for chain, saved in state["averages"].items()}
         self.chains = list(state["chains"])
         self.comparable = state["comparable"]
         self._densities = list(state["densities"]) if state["densities"] is not None else []

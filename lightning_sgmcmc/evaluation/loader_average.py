@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_sgmcmc.batches.loader import flat_loaders
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency, within_groups
 from lightning_sgmcmc.diagnostics.scores import mean_interval, out_of_distribution_metrics
@@ -189,7 +190,7 @@ class HeldData:
 
 def held_data(trainer: pl.Trainer) -> HeldData:
     """Return what identifies the training data that a trainer holds now."""
-    datasets = [getattr(loader, "dataset", None) for loader in loaders_of(trainer.train_dataloader)]
+    datasets = [getattr(loader, "dataset", None) for loader in flat_loaders(trainer.train_dataloader)]
     found = [part for dataset in datasets for part in _parts(dataset, 3)]
     tensors = [part for part in found if isinstance(part, Tensor) and not part.is_inference()]
     return HeldData(tuple(weakref.ref(part) for part in found), tuple(tensor._version for tensor in tensors))
@@ -443,12 +444,3 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
     metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"])
     return {f"ood_{name}_{metric}": float(value) for metric, value in metrics.items()}
-
-
-def loaders_of(source: Any) -> list[Any]:
-    """Return the loaders in the trainer's dataloaders: None, one, a list or a dictionary."""
-    if source is None:
-        return []
-    if isinstance(source, Mapping):
-        return list(source.values())
-    return list(source) if isinstance(source, list | tuple) else [source]

@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
 from lightning_sgmcmc.batches.rows import TrainingRows, rows_of, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
@@ -25,7 +25,6 @@ from lightning_sgmcmc.chains.execution import (
     state_of,
     undisturbed_generators,
 )
-from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.priors import GaussianPrior, Prior
@@ -133,7 +132,7 @@ def _all_rows(trainer: pl.Trainer, reason: str) -> list[TrainingRows]:
             raise ValueError(
                 f"{reason} needs the training data, but the trainer has none: pass it the fit's datamodule"
             ) from error
-    return [rows_of(loader) for loader in loaders_of(trainer.train_dataloader)]
+    return [rows_of(loader) for loader in flat_loaders(trainer.train_dataloader)]
 
 
 def indices_of(rows: TrainingRows, reason: str) -> Sequence[int]:

@@ -124,8 +124,16 @@ class Scorer:
 
 
 def evaluate(module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[Any]) -> Scores:
-    """Score every datum of batches by a sample's parameters and buffers; the module, in evaluation mode, keeps its
-    weights."""
+    """Score every datum of the batches by one sample.
+
+    Args:
+        module: a `BayesianModule`, in evaluation mode; its own weights are not changed.
+        state: the sample's parameters and buffers.
+        batches: batches on the module's device.
+
+    Returns:
+        the likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood).
+    """
     return Scorer(module)([state], batches)[0]
 
 

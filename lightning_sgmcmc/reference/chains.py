@@ -106,15 +106,6 @@ class StepSizes:
         weight = self.count**-self.DECAY
         self.log_average = weight * self.log_step + (1 - weight) * self.log_average
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that the next update depends on."""
-        return {name: value for name, value in vars(self).items() if name != "target"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 class Variances:
     """The variance of each coordinate, shape (C, P), over a window, by Welford's sums, drawn towards a small one.
@@ -142,15 +133,6 @@ class Variances:
         found = self.squares / max(count - 1, 1) * (count / (count + 5)) + 1e-3 * 5 / (count + 5)
         self.count, self.mean, self.squares = 0, torch.zeros_like(self.mean), torch.zeros_like(self.squares)
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 def windows(warmup: int) -> tuple[int, list[int]]:
@@ -300,8 +282,8 @@ class HamiltonianChains:
             "iteration": self.iteration,
             "phase": list(self.phase),
             "variance": self.variance,
-            "steps": self._steps.state_dict(),
-            "variances": self._variances.state_dict(),
+            "steps": {name: value for name, value in vars(self._steps).items() if name != "target"},
+            "variances": dict(vars(self._variances)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -311,8 +293,7 @@ class HamiltonianChains:
         self.phase = Phase(*(tensor.to(own.device) for tensor in state["phase"]))
         self.variance = state["variance"].to(own.device)
         for part, name in ((self._steps, "steps"), (self._variances, "variances")):
-            moved = {key: v.to(own.device) if isinstance(v, Tensor) else v for key, v in state[name].items()}
-            part.load_state_dict(moved)
+            vars(part).update({k: v.to(own.device) if isinstance(v, Tensor) else v for k, v in state[name].items()})
 
 
 @dataclass(frozen=True)

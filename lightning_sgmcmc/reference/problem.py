@@ -53,18 +53,6 @@ def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
     return batches
 
 
-def count_of(data: Any) -> int | None:
-    """Return the number of data that a datamodule declares as `num_data`, or None."""
-    declared = getattr(data, "num_data", None)
-    return None if declared is None else int(declared)
-
-
-def length_of(model: EnergyModel, batches: Sequence[Any]) -> int:
-    """Return N: the log-likelihoods that the batches have, at the model's present parameters."""
-    with torch.no_grad():
-        return sum(len(model.log_likelihood(batch)) for batch in batches)
-
-
 def digest(values: Any) -> str:
     """Return a short hash of all tensors in nested lists, tuples and dictionaries."""
     found = hashlib.blake2b(digest_size=8)
@@ -302,7 +290,9 @@ class Problem:
         batches = all_batches(self.model, data, batch_size)
         for batch in batches:
             check_batch(self.model, None, batch)
-        self.num_data = self.model.num_data = _count(module, data, length_of(self.model, batches))
+        with torch.no_grad():
+            found = sum(len(self.model.log_likelihood(batch)) for batch in batches)
+        self.num_data = self.model.num_data = _count(module, data, found)
         execution = self.model.chains.execution
         temperature = module.temperature
         assert isinstance(temperature, float), "_copied has checked it"
@@ -441,8 +431,9 @@ def _check_held(named: Mapping[str, Tensor], given: Mapping[str, Tensor], held: 
 
 def _count(module: BayesianModule, data: Any, found: int) -> int:
     """Return N, which all sources must agree on."""
-    for what, count in (("num_data", module.given_num_data), (f"{type(data).__name__}.num_data", count_of(data))):
-        if count is not None and count != found:
+    declared = getattr(data, "num_data", None)
+    for what, count in (("num_data", module.given_num_data), (f"{type(data).__name__}.num_data", declared)):
+        if count is not None and int(count) != found:
             raise ValueError(
                 f"{what}={count} contradicts the {found} training data: leave num_data out, and pass all data"
             )
