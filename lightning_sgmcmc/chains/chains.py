@@ -32,201 +32,7 @@ from lightning_sgmcmc.samplers.rows import FlatParameters, clip_rows, compiled
 from lightning_sgmcmc.tensors import Control, as_rows
 
 
-class ChainGradients:
-    """The part of `Chains` that concerns gradients.
-
-    They arrive in the parameters themselves; in the slices of stacked chains that are computed one after another; or in
-    the rows of one tensor, from which a step over all tensors costs one operation (see `FlatParameters`).
-    """
-
-    model: EnergyModel
-    num_chains: int
-    compiled: Compile
-    stacked: StackedChains | None
-    trainable: dict[str, Tensor]
-    energies: ChainEnergies | None
-    accumulation: Accumulation
-    claims: Claims
-    pulse: Pulse
-    flat: FlatParameters | None = None
-    """The sampled parameters as rows of one tensor during a fit; None where they are not."""
-
-    @property
-    def execution(self) -> Execution:
-        """How chains are computed on the model's device; "auto" is all at once in the faster way."""
-        raise NotImplementedError
-
-    # -- one tensor of all parameters ---------------------------------------------------------------------------------
-
-    def flatten(self, sampler: Sampler, trainer: pl.Trainer) -> None:
-        """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it.
-
-        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has gradients of its
-        own.
-        """
-        self.unflatten(sampler)
-        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
-        groups = [group["params"] for group in sampler.param_groups]
-        fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
-        gains = self.stacked is not None or fused
-        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
-            self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
-
-    def unflatten(self, sampler: Sampler | None) -> None:
-        """Give the sampled parameters memory of their own, at a fit's end."""
-        if self.flat is not None:
-            self.flat.release()
-        self.flat = None
-        if sampler is not None:
-            sampler.flat = None
-
-    @property
-    def _arrive_in_rows(self) -> bool:
-        return self.flat is not None and (self.stacked is None or self.execution != "loop")
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients in as few tensors as hold them, with a leading axis of chains where there are several;
-        writing to them changes the gradients."""
-        if self.flat is not None and self.flat.holds_gradients:
-            return [self.flat.gradients]
-        return self._of_parameters()
-
-    def _of_parameters(self) -> list[Tensor]:
-        return [p.grad for p in self.trainable.values() if p.grad is not None]
-
-    # -- a step -------------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, and gather its gradients; raise for several chains that compute activations again."""
-        if self.accumulation.loss_scale != 1:
-            loss = loss * self.accumulation.loss_scale
-        with explained(self.num_chains):
-            loss.backward(*args, **kwargs)
-        self.gather_gradients()
-
-    def gather_gradients(self) -> None:
-        """Gather the gradients after a backward pass; correct them once the batch is complete."""
-        self.pulse.count += 1
-        if self.flat is not None and self._arrive_in_rows:
-            self.flat.collect_gradient()
-        if not self.accumulation.batch_complete:
-            return
-        collects = self.energies is not None and self.energies.collects
-        if collects:
-            self.collect_gradients()
-        if self.accumulation.rescaling != 1:
-            torch._foreach_mul_(self.gradients(), self.accumulation.rescaling)
-        correct = self.claims.get("snapshot gradients")
-        if correct is not None:
-            correct()
-            if collects and self.accumulation.accumulating:
-                self.spread_gradients()  # the next batch adds its gradients to these
-
-    def collect_gradients(self) -> None:
-        """Copy the slices' gradients to the stacked parameters."""
-        if self.stacked is not None and not self._arrive_in_rows:
-            self.stacked.collect_gradients(self.flat)
-
-    def spread_gradients(self) -> None:
-        """Copy the parameters' gradients to where they arrive, to continue accumulating."""
-        if self.flat is not None and self._arrive_in_rows:
-            self.flat.adopt_gradients()
-        elif self.stacked is not None:
-            self.stacked.spread_gradients()
-
-    def clear_gradients(self, sampler: Optimizer) -> None:
-        """Clear the gradients of a sampler's parameters."""
-        if self.flat is not None and self._arrive_in_rows:
-            self.flat.clear_gradients()
-            return
-        sampler.zero_grad()
-        if self.stacked is not None:
-            self.stacked.clear_gradients()
-        if self.energies is not None:
-            self.energies.keep_gradients(self.trainable.values())
-
-    @property
-    def clips_by_chain(self) -> bool:
-        """Whether `clip_gradients` clips; Lightning does it for the tensors of one chain."""
-        return self.stacked is not None or self._clips_rows
-
-    @property
-    def _clips_rows(self) -> bool:
-        """Whether gradients are clipped as the rows of one tensor; on a CPU they are clipped tensor by tensor."""
-        return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
-
-    def clip_gradients(self, limit: float) -> None:
-        """Scale each chain's gradient down to a norm of at most `limit`; on a CPU bit for bit as alone."""
-        if self.flat is not None and self._clips_rows:
-            clip = compiled(clip_rows) if self.flat.fused else clip_rows
-            clip(self.flat.gradients, limit)
-        else:
-            clip_each_chain(self._of_parameters(), limit)
-
-
-# -- step sizes --------------------------------------------------------------------------------------------------------
-
-
-EachChain: TypeAlias = "float | Sequence[float]"
-"""One number for all chains, or one for each chain of the run."""
-StepSize: TypeAlias = "EachChain | Mapping[str, EachChain]"
-"""A step size, or step sizes by name pattern."""
-
-
-def check_step_size(lr: "StepSize | None") -> None:
-    """Raise unless `lr` is None, a finite number ≥ 0, one for each chain, or such values by pattern."""
-    if not isinstance(lr, Mapping):
-        check_control("lr", lr)
-        return
-    if not lr:
-        raise ValueError("lr has no patterns: pass one number, or numbers by pattern")
-    for pattern, value in lr.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"lr has the pattern {pattern!r}: patterns are texts such as '*.bias'")
-        if value is None:
-            raise TypeError(f"lr must be a number, got None for '{pattern}'")
-        check_control(f"lr of '{pattern}'", value)
-
-
-def values_of(lr: "StepSize | None") -> list[Any]:
-    """Return the numbers of all patterns and chains."""
-    each = list(lr.values()) if isinstance(lr, Mapping) else [lr]
-    return [number for value in each for number in (value if isinstance(value, Sequence) else [value])]
-
-
-def is_per_chain(lr: "StepSize | None") -> bool:
-    """Return whether a step size has a number for each of several chains."""
-    each = lr.values() if isinstance(lr, Mapping) else [lr]
-    return any(isinstance(value, Sequence) and len(value) > 1 for value in each)
-
-
-def groups_by_pattern(
-    parameters: Mapping[str, Tensor],
-    lr: "Mapping[str, EachChain]",
-    own_control: "Callable[[str, EachChain], Control]",
-) -> list[dict[str, Any]]:
-    """Return parameter groups, one for each pattern, with the patterns as their names.
-
-    Args:
-        lr: step sizes by pattern (shell-style); the first one that matches a parameter's name applies.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    for pattern, value in lr.items():
-        control = own_control(f"lr of '{pattern}'", value)
-        groups[pattern] = {"params": [], "lr": control, "name": pattern}
-    for name, parameter in parameters.items():
-        first = next((pattern for pattern in lr if fnmatchcase(name, pattern)), None)
-        if first is None:
-            raise ValueError(f"lr has no pattern for the parameter '{name}': add one, or '*' for the rest")
-        groups[first]["params"].append(parameter)
-    check_patterns("lr", list(lr), parameters)
-    return [group for group in groups.values() if group["params"]]
-
-
-# -- chains ------------------------------------------------------------------------------------------------------------
-
-
-class Chains(ChainGradients):
+class Chains:
     """A process's chains of a model, and the chain state that callbacks read and write.
 
     A model with one chain in its process keeps its ordinary tensors. With more, every parameter and buffer gets a
@@ -287,6 +93,7 @@ class Chains(ChainGradients):
         self.weights: DataWeights | None = None
         self.num_data_is_given = False
         self.claims = Claims()
+        self.flat: FlatParameters | None = None
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
@@ -517,13 +324,121 @@ class Chains(ChainGradients):
         # Its value is comparable between batches; its gradient has the weights.
         return loss if step.excess is None else loss + step.excess
 
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    #
+    # They arrive in the parameters themselves; in the slices of stacked chains that are computed one after another; or
+    # in the rows of one tensor, from which a step over all tensors costs one operation (see `FlatParameters`).
+
+    def flatten(self, sampler: Sampler, trainer: pl.Trainer) -> None:
+        """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it.
+
+        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has gradients of its
+        own.
+        """
+        self.unflatten(sampler)
+        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+        groups = [group["params"] for group in sampler.param_groups]
+        fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
+        gains = self.stacked is not None or fused
+        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
+            self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
+
+    def unflatten(self, sampler: Sampler | None) -> None:
+        """Give the sampled parameters memory of their own, at a fit's end."""
+        if self.flat is not None:
+            self.flat.release()
+        self.flat = None
+        if sampler is not None:
+            sampler.flat = None
+
+    @property
+    def _arrive_in_rows(self) -> bool:
+        return self.flat is not None and (self.stacked is None or self.execution != "loop")
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients in as few tensors as hold them, with a leading axis of chains where there are several;
+        writing to them changes the gradients."""
+        if self.flat is not None and self.flat.holds_gradients:
+            return [self.flat.gradients]
+        return self._of_parameters()
+
+    def _of_parameters(self) -> list[Tensor]:
+        return [p.grad for p in self.trainable.values() if p.grad is not None]
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass, and gather its gradients; raise for several chains that compute activations again."""
+        if self.accumulation.loss_scale != 1:
+            loss = loss * self.accumulation.loss_scale
+        with explained(self.num_chains):
+            loss.backward(*args, **kwargs)
+        self.gather_gradients()
+
+    def gather_gradients(self) -> None:
+        """Gather the gradients after a backward pass; correct them once the batch is complete."""
+        self.pulse.count += 1
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.collect_gradient()
+        if not self.accumulation.batch_complete:
+            return
+        collects = self.energies is not None and self.energies.collects
+        if collects:
+            self.collect_gradients()
+        if self.accumulation.rescaling != 1:
+            torch._foreach_mul_(self.gradients(), self.accumulation.rescaling)
+        correct = self.claims.get("snapshot gradients")
+        if correct is not None:
+            correct()
+            if collects and self.accumulation.accumulating:
+                self.spread_gradients()  # the next batch adds its gradients to these
+
+    def collect_gradients(self) -> None:
+        """Copy the slices' gradients to the stacked parameters."""
+        if self.stacked is not None and not self._arrive_in_rows:
+            self.stacked.collect_gradients(self.flat)
+
+    def spread_gradients(self) -> None:
+        """Copy the parameters' gradients to where they arrive, to continue accumulating."""
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.adopt_gradients()
+        elif self.stacked is not None:
+            self.stacked.spread_gradients()
+
+    def clear_gradients(self, sampler: Optimizer) -> None:
+        """Clear the gradients of a sampler's parameters."""
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.clear_gradients()
+            return
+        sampler.zero_grad()
+        if self.stacked is not None:
+            self.stacked.clear_gradients()
+        if self.energies is not None:
+            self.energies.keep_gradients(self.trainable.values())
+
+    @property
+    def clips_by_chain(self) -> bool:
+        """Whether `clip_gradients` clips; Lightning does it for the tensors of one chain."""
+        return self.stacked is not None or self._clips_rows
+
+    @property
+    def _clips_rows(self) -> bool:
+        """Whether gradients are clipped as the rows of one tensor; on a CPU they are clipped tensor by tensor."""
+        return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
+
+    def clip_gradients(self, limit: float) -> None:
+        """Scale each chain's gradient down to a norm of at most `limit`; on a CPU bit for bit as alone."""
+        if self.flat is not None and self._clips_rows:
+            clip = compiled(clip_rows) if self.flat.fused else clip_rows
+            clip(self.flat.gradients, limit)
+        else:
+            clip_each_chain(self._of_parameters(), limit)
+
 
 class ChainModel(EnergyModel):
     """A model with its chains, as the services of a run see it; `BayesianModule` is the one that users derive from."""
 
     if TYPE_CHECKING:  # annotations of a class would be read by scripting
         chains: Chains
-        lr: StepSize | None
+        lr: "StepSize | None"
         temperature: float | tuple[float, ...]
         num_data: int | None
         given_num_data: int | None
@@ -559,3 +474,62 @@ def sampler_of(module: pl.LightningModule) -> Sampler:
             "override configure_optimizers, or return one sampler from it"
         )
     return optimizer
+
+
+# -- step sizes --------------------------------------------------------------------------------------------------------
+
+
+EachChain: TypeAlias = "float | Sequence[float]"
+"""One number for all chains, or one for each chain of the run."""
+StepSize: TypeAlias = "EachChain | Mapping[str, EachChain]"
+"""A step size, or step sizes by name pattern."""
+
+
+def check_step_size(lr: "StepSize | None") -> None:
+    """Raise unless `lr` is None, a finite number ≥ 0, one for each chain, or such values by pattern."""
+    if not isinstance(lr, Mapping):
+        check_control("lr", lr)
+        return
+    if not lr:
+        raise ValueError("lr has no patterns: pass one number, or numbers by pattern")
+    for pattern, value in lr.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"lr has the pattern {pattern!r}: patterns are texts such as '*.bias'")
+        if value is None:
+            raise TypeError(f"lr must be a number, got None for '{pattern}'")
+        check_control(f"lr of '{pattern}'", value)
+
+
+def values_of(lr: "StepSize | None") -> list[Any]:
+    """Return the numbers of all patterns and chains."""
+    each = list(lr.values()) if isinstance(lr, Mapping) else [lr]
+    return [number for value in each for number in (value if isinstance(value, Sequence) else [value])]
+
+
+def is_per_chain(lr: "StepSize | None") -> bool:
+    """Return whether a step size has a number for each of several chains."""
+    each = lr.values() if isinstance(lr, Mapping) else [lr]
+    return any(isinstance(value, Sequence) and len(value) > 1 for value in each)
+
+
+def groups_by_pattern(
+    parameters: Mapping[str, Tensor],
+    lr: "Mapping[str, EachChain]",
+    own_control: "Callable[[str, EachChain], Control]",
+) -> list[dict[str, Any]]:
+    """Return parameter groups, one for each pattern, with the patterns as their names.
+
+    Args:
+        lr: step sizes by pattern (shell-style); the first one that matches a parameter's name applies.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for pattern, value in lr.items():
+        control = own_control(f"lr of '{pattern}'", value)
+        groups[pattern] = {"params": [], "lr": control, "name": pattern}
+    for name, parameter in parameters.items():
+        first = next((pattern for pattern in lr if fnmatchcase(name, pattern)), None)
+        if first is None:
+            raise ValueError(f"lr has no pattern for the parameter '{name}': add one, or '*' for the rest")
+        groups[first]["params"].append(parameter)
+    check_patterns("lr", list(lr), parameters)
+    return [group for group in groups.values() if group["params"]]
