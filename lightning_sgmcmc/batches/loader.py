@@ -236,12 +236,8 @@ class ResumableLoader:
         return self._seed if self._seed is not None else torch.initial_seed()
 
     def adopt_seed(self, seed: int, fit: int = 0) -> None:
-        """Begin a fit's stream, once until `close`, unless the place came from a checkpoint.
-
-        Args:
-            seed: the fit's seed, which the order has unless the constructor was given one.
-            fit: number of the module's earlier fits, each of which has other batches.
-        """
+        """Begin a fit's stream, once until `close`, unless the place came from a checkpoint; the order has the fit's
+        seed unless the constructor was given one, of which each later fit has another."""
         if not (self._belongs_to_run or self._is_restored):
             self._seed = seed if self._given_seed is None else fit_seed(self._given_seed, fit)
             self.start_at(0)
@@ -286,11 +282,7 @@ class ResumableLoader:
             yield batch
 
     def order_of(self, chain: int) -> BatchOrder:
-        """Return the order of a chain's batches of the present data.
-
-        Args:
-            chain: global index of the chain.
-        """
+        """Return the order of a chain's batches of the present data, by its global index."""
         return self.order(
             OrderSpec(self._ordered, self.batch_size, self.seed, chain, self.drop_last, self.num_replicas, self.rank)
         )

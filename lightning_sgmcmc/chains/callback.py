@@ -129,11 +129,7 @@ class RunCallback(pl.Callback):
         return None
 
     def sampled_chains(self, total: int) -> SampledChains | None:
-        """Return the chains that draw samples if it changes their number, None otherwise.
-
-        Args:
-            total: chains of the run.
-        """
+        """Return the chains that draw samples if it changes their number, of this total of the run, None otherwise."""
         return None
 
 

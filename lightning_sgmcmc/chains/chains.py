@@ -97,11 +97,7 @@ class Chains:
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
-        """Clear the state of an earlier fit.
-
-        Args:
-            num_data: N of the coming fit.
-        """
+        """Clear the state of an earlier fit; N is that of the coming one."""
         self.observed = ObservedEnergy(num_data=num_data)
         self.accumulation = Accumulation()
         self.progress = Progress()
@@ -112,12 +108,8 @@ class Chains:
     # -- storage and starts -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
-        """Set the layout of the chains, and stack them once.
-
-        Args:
-            trainer: the run's; None outside a run.
-            initialise: draws the start of the chain with this global index into the model's own tensors.
-        """
+        """Set the layout of the chains, and stack them once; `initialise` draws a chain's start into the model's own
+        tensors."""
         self.layout = layout_of(trainer, self.num_chains)
         check_hooks(self.model)
         starts = self._started is None and self.start == "own" and self.layout.total_chains > 1
@@ -170,14 +162,8 @@ class Chains:
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
-        """Select one chain: inside the context, the model is that chain's ordinary network.
-
-        Args:
-            chain: its index in this process, from 0.
-
-        Raises:
-            IndexError: if there is no such chain.
-        """
+        """Select one chain, by its index in this process: inside the context, the model is that chain's ordinary
+        network."""
         if not 0 <= chain < self.num_chains:
             raise IndexError(f"chain must be between 0 and {self.num_chains - 1}, got {chain}")
         if self.stacked is None:
@@ -194,15 +180,8 @@ class Chains:
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
-        """Return a control for this process's chains: one number for all, or a tensor of shape (C,).
-
-        Args:
-            name: the control's name, for the message.
-            value: a number, or one per chain of the run.
-
-        Raises:
-            ValueError: if a sequence does not have one value per chain.
-        """
+        """Return a control for this process's chains from one number for all, or one per chain of the run: shape
+        (C,)."""
         if isinstance(value, int | float):
             return value
         total = self.layout.total_chains
@@ -216,13 +195,8 @@ class Chains:
     ) -> Sampler:
         """Return a sampler for the trainable parameters, with N, the seed and the number of chains filled in.
 
-        Args:
-            factory: a sampler class, or a callable that returns a sampler for parameters and keyword arguments.
-            lr: step size, one per chain of the run, or by name pattern; None uses the sampler's default.
-            temperature: τ, or one per chain of the run.
-
-        Raises:
-            TypeError: if the factory returns another kind of object.
+        The step size is that of all chains, one per chain of the run, or by name pattern; None uses the sampler's
+        default.
         """
         options: dict[str, Any] = {
             "num_data": self.observed.num_data,
@@ -280,12 +254,8 @@ class Chains:
         self.claims.clear()
 
     def potential_energy(self, batch: Any, num_data: int) -> Tensor:
-        """Return Ũ of a batch for each chain, shape (C,), in nats, differentiable in the stacked parameters.
-
-        Args:
-            batch: one batch for all chains, or a `ChainBatches` with one for each.
-            num_data: N.
-        """
+        """Return Ũ of a batch, or of one for each chain, shape (C,), in nats, differentiable in the stacked
+        parameters."""
         energies = self.energies
         if energies is None or energies.num_data != num_data:
             energies = ChainEnergies(self.model, self.stacked, "loop", False, num_data, named_trainable(self.model))
@@ -293,13 +263,7 @@ class Chains:
         return step.mean_potential.reshape(-1) * num_data
 
     def loss(self, batch: Any, batch_idx: int, trainer: pl.Trainer) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies.
-
-        Args:
-            batch: the micro-batch.
-            batch_idx: its index in the epoch.
-            trainer: the run's.
-        """
+        """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies."""
         assert self.energies is not None
         assert self.weights is not None
         step = self.energies(

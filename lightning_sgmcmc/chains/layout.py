@@ -66,12 +66,7 @@ class ChainLayout:
         return reduced
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return the values of all chains of the run, in their order.
-
-        Args:
-            tensor: this process's values, its chains along `dim`.
-            dim: the chain axis.
-        """
+        """Return the values of all chains of the run, in their order, from this process's, along the chain axis."""
         if not self.is_spread:
             return tensor
         return torch.cat(self.strategy.gather_groups(tensor), dim)
@@ -91,12 +86,9 @@ class ChainLayout:
         return own if self.num_chains > 1 else own[0]
 
     def collect(self, own: list[Any]) -> list[Any]:
-        """Return an object of plain values and tensors for each chain of the run, for a checkpoint.
+        """Return an object of plain values and tensors, of one structure, for each chain of the run, for a checkpoint.
 
         All processes call it; other processes than the first, which writes the checkpoint, may return their own.
-
-        Args:
-            own: one object for each chain of this process, of one structure for all chains.
         """
         groups = self.strategy.collect(own) if self.is_spread else None
         return own if groups is None else [one for group in groups for one in group]

@@ -331,13 +331,10 @@ class ChainStrategy(DDPStrategy):
             tensor.detach().copy_(moved)
 
     def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
-        """Yield the samples of all chains, in their order, on every process.
+        """Yield the samples of all chains, in their order, on every process; each has as many, at least one.
 
         They travel as rows: one collective operation for each dtype and one for their numbers, whatever the number of
         chains and tensors; large ones group by group, so that no process holds all of them at once.
-
-        Args:
-            samples: samples of this process's chains, as many in each process, at least one.
         """
         own = list(samples)
         form, device = SampleRows(own[0]), self.root_device

@@ -160,16 +160,8 @@ class CycleAverage:
         cycle: int,
         log_likelihood: float,
     ) -> None:
-        """Add one more sample.
-
-        Args:
-            terms: as in `WeightedAverage.add`.
-            log_density: likewise.
-            log_weight: likewise; it counts within the cycle.
-            chain: the sample's chain.
-            cycle: the sample's cycle, never falling within a chain.
-            log_likelihood: log p(D|θ) of all training data.
-        """
+        """Add one more sample, whose log-weight counts within its chain's cycle; `log_likelihood` is log p(D|θ) of all
+        data."""
         current = self._open.get(chain)
         if current is None or current.cycle != cycle:
             if current is not None:

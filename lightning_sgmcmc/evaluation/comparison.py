@@ -42,15 +42,7 @@ class ChainComparison:
         log_density: Tensor,
         comparable: bool = True,
     ) -> None:
-        """Add a sample.
-
-        Args:
-            chain: the sample's chain.
-            log_weight: its log importance weight.
-            terms: the likelihood's terms on the evaluation data, first axis n.
-            log_density: log p(y|x,θ) for each datum, shape (n,).
-            comparable: whether the log-weight compares across chains.
-        """
+        """Add a sample's terms, first axis n, and log p(y|x,θ), shape (n,), on the evaluation data."""
         self.comparable &= comparable
         probes = _spread(len(log_density), PROBES).to(log_density.device)
         average = self.averages.setdefault(chain, WeightedAverage())

@@ -91,10 +91,8 @@ def _is_generator(value: Any) -> bool:
 
 
 def torch_state(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return torch's part of a saved state, with the groups' tensors on the devices of the parameters.
-
-    Torch moves the state of the parameters only, and a checkpoint's tensors are on the CPU.
-    """
+    """Return torch's part of a saved state, with the groups' tensors moved to the parameters' devices, as torch does
+    not."""
     devices = [group["params"][0].device for group in groups]
     moved = [
         {name: value.to(device) if isinstance(value, Tensor) else value for name, value in group.items()}

@@ -22,11 +22,8 @@ class ChainNoise:
     generator seeded with `(seed, first_chain + c)`. So a chain's noise does not depend on the number of chains in its
     process or on the global generator, and ranks with the same chain draw the same noise.
 
-    Args:
-        parameters: all parameters, in the order in which they share the buffer. They share a device and a dtype.
-        num_chains: number of chains C; with C > 1 every parameter has a leading axis of size C.
-        ahead: whether to draw the next step's noise in a background thread; None does so on a CPU with a spare core.
-        draws: standard normal tensors for each parameter; it may change until the first draw.
+    `ahead` draws the next step's noise in a background thread; None does so on a CPU with a spare core. `draws`, the
+    normal tensors for each parameter, may change until the first draw.
     """
 
     def __init__(
