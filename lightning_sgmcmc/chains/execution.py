@@ -173,11 +173,6 @@ def runs_at_once(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device's memory did not suffice; Apple's says so in words only."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-
-
 def dtype_of(state: State) -> torch.dtype:
     """Return the dtype of a sample's weights, in which its network computes."""
     return next((t.dtype for t in state.values() if t.is_floating_point()), torch.get_default_dtype())
@@ -205,38 +200,34 @@ class States:
     `TogetherCall`."""
 
     def __init__(self, states: Sequence[State]) -> None:
-        self._each: list[State] = list(states)
+        self.each: list[State] = list(states)
+        """The state of each sample."""
         self._stacked: dict[str, Tensor] | None = None
         self._parts: tuple[int, list[States]] = (0, [])
-        self.device = next((tensor.device for tensor in self._each[0].values()), torch.device("cpu"))
-        self.have_masks = any(MASK_SEED in state for state in self._each)
+        self.device = next((tensor.device for tensor in self.each[0].values()), torch.device("cpu"))
+        self.have_masks = any(MASK_SEED in state for state in self.each)
         """Whether dropout masks belong to the samples, which differ in more than tensors then."""
 
     def __len__(self) -> int:
-        return len(self._each)
+        return len(self.each)
 
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for state in self._each for tensor in state.values())
+        return sum(tensor.nbytes for state in self.each for tensor in state.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights, in which the network computes."""
-        return dtype_of(self._each[0])
-
-    @property
-    def each(self) -> list[State]:
-        """The state of each sample."""
-        return self._each
+        return dtype_of(self.each[0])
 
     @property
     def stacked(self) -> dict[str, Tensor]:
         """The states along a leading axis; the single states become views of them."""
         if self._stacked is None:
-            each = self._each
+            each = self.each
             self._stacked = stacked = {name: torch.stack([state[name] for state in each]) for name in each[0]}
-            self._each = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(len(each))]
+            self.each = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(len(each))]
         return self._stacked
 
     def parts(self, most: int) -> "list[States]":
@@ -249,7 +240,7 @@ class States:
 
     def _part(self, own: slice) -> "States":
         """Return some of the states; what is stacked already is not copied again."""
-        part = States(self._each[own])
+        part = States(self.each[own])
         if self._stacked is not None:
             part._stacked = {name: tensor[own] for name, tensor in self._stacked.items()}
         return part
@@ -290,7 +281,8 @@ class TogetherCall:
             results = self._together(states.stacked, args)
             return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
         except Exception as error:
-            out_of_memory = is_out_of_memory(error)
+            # Apple's devices say so in words only.
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             if out_of_memory and len(states) == 1:
                 raise
         # Outside of the handler, whose error holds all that the failed call has allocated.

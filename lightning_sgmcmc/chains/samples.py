@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.diagnostics.draws import within_groups
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import EnergyModel, of_prior
+from lightning_sgmcmc.model import of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.tensors import STATISTICS, as_rows, exact, exact_device
@@ -321,7 +321,7 @@ def _flat_states(chains: Chains) -> FlatStates:
     model, scales = chains.model, []
     for index in range(chains.num_chains):
         with chains.at(index):
-            scales.append(present_scales(model))
+            scales.append(model.prior.scales(of_prior(model)) if isinstance(model.prior, HierarchicalPrior) else {})
     together = scales[0]
     if chains.num_chains > 1:
         together = {name: torch.stack([own[name] for own in scales]) for name in scales[0]}
@@ -398,10 +398,3 @@ def _batched(samples: Iterable[PosteriorSample], size: int) -> Iterator[list[Pos
             together = []
     if together:
         yield together
-
-
-def present_scales(model: EnergyModel) -> dict[str, Tensor]:
-    """Return the standard deviations of a hierarchical prior by parameter, of the chain whose tensors a model holds."""
-    if not isinstance(model.prior, HierarchicalPrior):
-        return {}
-    return model.prior.scales(of_prior(model))
