@@ -69,7 +69,11 @@ def start_chain(
         common = {id(tensor): name for name, tensor in state_of(model).items() if name in shared}
         for tensor, value in _fitting(model, read_state(start[chain], chain), chain, total):
             if index > 0 and id(tensor) in common:
-                _check_common(tensor, value, common[id(tensor)], chain)
+                if not torch.equal(tensor, value.to(tensor)):
+                    raise ValueError(
+                        f"chain_start[{chain}] has other values of '{common[id(tensor)]}' than the first chain's, and "
+                        "all chains share what is not sampled: pass states with the same values of it, or sample it"
+                    )
             else:
                 tensor.copy_(value)
     elif start == "own" and chain > 0:
@@ -78,15 +82,6 @@ def start_chain(
             reseed_everything(own := derive_seed(seed, "start", chain))
             reseed(own, device)
             initialise(chain)
-
-
-def _check_common(tensor: Tensor, value: Tensor, name: str, chain: int) -> None:
-    """Raise ValueError unless a chain's state has the first chain's values of a tensor that all chains share."""
-    if not torch.equal(tensor, value.to(tensor)):
-        raise ValueError(
-            f"chain_start[{chain}] has other values of '{name}' than the first chain's, and all chains share what is "
-            "not sampled: pass states with the same values of it, or sample it"
-        )
 
 
 def check_files(start: ChainStart, chains: Sequence[int]) -> None:

@@ -167,12 +167,9 @@ def hamiltonian_monte_carlo(
 
 # The No-U-Turn sampler of several chains, whose trees grow side by side.
 #
-# A trajectory doubles, forwards or backwards in time at random, until it turns: until one of its ends moves towards
-# the
-# other. All chains whose trajectories still grow have the same depth, so a doubling is one loop over its leaves for
-# all
-# of them, and a chain that has ended waits without a gradient. Subtrees are merged like the digits of a binary
-# counter,
+# A trajectory doubles, forwards or backwards in time at random, until it turns: until one of its ends moves towards the
+# other. All chains whose trajectories still grow have the same depth, so a doubling is one loop over its leaves for all
+# of them, and a chain that has ended waits without a gradient. Subtrees are merged like the digits of a binary counter,
 # so that a doubling of 2^j leaves keeps j segments.
 
 

@@ -6,18 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_number
-from lightning_sgmcmc.tensors import Control
-
 LARGEST_COUNT = 2**62
 OF_THE_FIT = ("initial_lr", "name")
 """Entries of a group that only some fits have: a learning rate schedule's, and the pattern of its parameters."""
-
-
-def check_initial_control(name: str, value: Control) -> None:
-    """Raise unless a control is a tensor, or a finite number ≥ 0."""
-    if not isinstance(value, Tensor):
-        check_number(name, value, optional=False)
 
 
 def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:

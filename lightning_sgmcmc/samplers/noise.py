@@ -99,19 +99,16 @@ class ChainNoise:
         axis = int(self.num_chains > 1)
         rows = ((view, self.held.get(place % len(self._parameters))) for place, view in enumerate(self._views))
         self._silent = [view.select(axis, row) for view, row in rows if row is not None]
-        self._make_generators(first.device)
-        ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
-        self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
-
-    def _make_generators(self, device: torch.device) -> None:
         self._generators = []
         for chain in range(self.first_chain, self.first_chain + self.num_chains):
-            generator = torch.Generator(device=device)
+            generator = torch.Generator(device=first.device)
             generator.manual_seed(derive_seed(self.seed, "noise", chain))
             self._generators.append(generator)
         if self._loaded is not None:
-            self._restore(self._loaded, device)
+            self._restore(self._loaded, first.device)
             self._loaded = None
+        ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
+        self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
 
     def _restore(self, state: dict[str, Any], device: torch.device) -> None:
         if state["device"] == device.type:

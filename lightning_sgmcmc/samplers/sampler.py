@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.checks import check_count, check_flag, names_arguments
-from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state, torch_state
+from lightning_sgmcmc.checks import check_count, check_flag, check_number, names_arguments
+from lightning_sgmcmc.samplers.checks import check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
@@ -342,7 +342,9 @@ class Sampler(UpdateRule):
                 "parameters cannot be added to a running chain: pass all of them to the sampler's constructor"
             )
         for name in CONTROLS[:2]:
-            check_initial_control(name, param_group.get(name, self.defaults[name]))
+            value = param_group.get(name, self.defaults[name])
+            if not isinstance(value, Tensor):
+                check_number(name, value, optional=False)
         super().add_param_group(param_group)
 
     def hold(self, rows: Mapping[Tensor, int]) -> None:
@@ -351,13 +353,6 @@ class Sampler(UpdateRule):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.held = {place: rows[p] for place, p in enumerate(parameters) if p in rows}
         self._noise.held = self.held
-
-    @property
-    def _held_rows(self) -> "list[tuple[Tensor, int]]":
-        if not self.held:
-            return []
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return [(parameters[place], row) for place, row in self.held.items()]
 
     def _needs_num_data(self, temperature: Control) -> bool:
         return isinstance(temperature, Tensor) or temperature != 0
@@ -400,9 +395,12 @@ class Sampler(UpdateRule):
             loss = closure() if closure is not None else None
         if self.guard is not None and not self.guard.allows_update():
             return loss
-        for parameter, row in self._held_rows:
-            if parameter.grad is not None:
-                parameter.grad.select(int(self.num_chains > 1), row).zero_()
+        if self.held:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for place, row in self.held.items():
+                gradient = parameters[place].grad
+                if gradient is not None:
+                    gradient.select(int(self.num_chains > 1), row).zero_()
         if self.stand_in is not None:
             self.stand_in()
             self.step_count += 1
