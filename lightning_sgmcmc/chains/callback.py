@@ -46,13 +46,8 @@ class SampledChains(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainSizes:
-    """Sizes of a process's chains.
-
-    Attributes:
-        numel: d, sampled parameters of a chain.
-        parameters: bytes of the sampled parameters of all chains.
-        tensors: bytes of all tensors that chains do not share, parameters and buffers.
-    """
+    """Sizes of a process's chains: sampled parameters of one (`numel`, d), and the bytes of the sampled parameters, and
+    of all tensors that chains do not share, of all."""
 
     numel: int
     parameters: int

@@ -137,12 +137,8 @@ def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool
 
 @dataclass
 class Watch:
-    """Early stopping of one chain.
-
-    Attributes:
-        best_loss: the lowest validation loss so far, in nats per datum; None before the first validation.
-        waited: validations since then, of `best_step`.
-    """
+    """Early stopping of one chain, by validation losses in nats per datum: the lowest, its step, and the validations
+    since."""
 
     best_loss: float | None = None
     best_step: int = 0

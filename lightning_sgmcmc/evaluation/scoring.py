@@ -23,14 +23,11 @@ from lightning_sgmcmc.model import EnergyModel
 
 @dataclass(frozen=True)
 class EvaluationShare:
-    """This process's share of a loader's data.
+    """This process's share of a loader's data, of which a number of batches is used, perhaps infinite.
 
-    Attributes:
-        loader: iterates over the share.
-        limit: number of batches to use, may be infinite.
-        replicas: W, where rank r of W has the data r, r + W, …; 0 if each process has its own data.
-        num_data: number of data in all shares, without the repetitions that make them equally long.
-        dataloader_idx: index of the loader among the trainer's, which batch hooks receive.
+    Of W `replicas`, rank r has the data r, r + W, …; with 0 each process has its own data. `num_data` is that of all
+    shares without the repetitions that make them equally long. Batch hooks receive the loader's index among the
+    trainer's.
     """
 
     loader: Any

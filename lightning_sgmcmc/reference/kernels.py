@@ -21,14 +21,8 @@ DIVERGENT = 1000.0
 
 
 class Phase(NamedTuple):
-    """Positions and momenta of C chains.
-
-    Attributes:
-        place: θ, shape (C, P).
-        energy: U(θ), shape (C,), float64.
-        gradient: ∇U(θ), shape (C, P).
-        momentum: p, shape (C, P).
-    """
+    """Positions θ of C chains, shape (C, P), U there, shape (C,), float64, its gradient, and momenta p, each of shape
+    (C, P)."""
 
     place: Tensor
     energy: Tensor
@@ -79,15 +73,11 @@ def with_momenta(state: Phase, variance: Tensor, draws: "Draws") -> tuple[Phase,
 
 
 class Move(NamedTuple):
-    """What an iteration of a kernel did.
+    """What an iteration of a kernel did, of C chains: each but the phase has the shape (C,).
 
-    Attributes:
-        phase: the new state; its momentum has no meaning.
-        acceptance: the acceptance that the step size is adapted by, shape (C,), float64.
-        leapfrogs: gradients of the iteration, shape (C,).
-        divergent: whether the trajectory diverged, shape (C,).
-        at_limit: whether the trajectory was cut at its largest length, shape (C,).
-        hamiltonian: H at the trajectory's start, shape (C,), float64.
+    The momentum of the new state has no meaning. `acceptance`, float64, is what the step size is adapted by,
+    `leapfrogs` the gradients, `at_limit` whether the trajectory was cut at its largest length, and `hamiltonian` H at
+    its start, float64.
     """
 
     phase: Phase

@@ -16,9 +16,6 @@ class ReversibleLangevin(UnderdampedLangevin):
     A trajectory is a sequence of steps that is the same forwards and backwards. Subclasses differ in where they cut it:
     `GGMC` in the middle of a momentum's update, `AMAGOLD` in the middle of a move. Without a trajectory both are
     `UnderdampedLangevin(integrator="obabo")`.
-
-    Args:
-        friction: γ > 0, per unit of time.
     """
 
     least_steps: int = 1

@@ -79,13 +79,10 @@ FrictionForm: TypeAlias = Literal["diagonal", "matrix"]
 
 
 class MovingCovariance:
-    """The covariance C of mini-batch gradients ñ, calibrated on a pass over all batches at a place ω.
+    """The covariance C of mini-batch gradients ñ, or its diagonal, calibrated on a pass over all batches at a place ω.
 
     Afterwards each batch of a step replaces its gradient at ω by its present one, with weight w = 1/batches of an
     epoch. From the second epoch after a calibration on, earlier replacements decay with the same weight.
-
-    Args:
-        form: "diagonal" estimates the diagonal of C, "matrix" all of C.
 
     Source: Li et al. 2021 (EWSG), Algorithm 2.
     """
