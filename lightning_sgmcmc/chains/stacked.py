@@ -35,19 +35,19 @@ class StackedChains:
         self.names = list(homes)
         self.num_parameters = sum(1 for name, _ in module.named_parameters() if name not in shared)
         mask_padding(module)
-        given = [tensor.detach().clone() for tensor in self._present()]
+        given = [tensor.detach().clone() for tensor in self.stacked]
         starts = []
         for chain in range(num_chains):
             with torch.no_grad():
                 initialise(chain)
-                starts.append([tensor.detach().clone() for tensor in self._present()])
-                for tensor, value in zip(self._present(), given, strict=True):
+                starts.append([tensor.detach().clone() for tensor in self.stacked])
+                for tensor, value in zip(self.stacked, given, strict=True):
                     tensor.copy_(value)
-        for index, one in enumerate(self._present()):
+        for index, one in enumerate(self.stacked):
             stacked = torch.stack([start[index] for start in starts])
             is_parameter = isinstance(one, nn.Parameter)
             put(self.homes[index], nn.Parameter(stacked, one.requires_grad) if is_parameter else stacked)
-        self._dim = self._present()[0].dim()
+        self._dim = self.stacked[0].dim()
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = []
@@ -63,13 +63,9 @@ class StackedChains:
 
     # -- the tensors --------------------------------------------------------------------------------------------------
 
-    def _present(self) -> list[Tensor]:
-        """Return the module's current tensors."""
-        return [places[0][0][places[0][1]] for places in self.homes]
-
     def refresh(self) -> None:
         """Renew the slices if the module has been moved, converted or copied."""
-        present = self._present()
+        present = self.stacked
         if self._slices and all(
             a is b and a.data_ptr() == s.data_ptr()
             for a, b, s in zip(present, self._stacked, self._slices[0], strict=True)
@@ -91,8 +87,8 @@ class StackedChains:
 
     @property
     def stacked(self) -> list[Tensor]:
-        """The stacked tensors, parameters first, while the module is at rest."""
-        return self._present()
+        """The module's present tensors, parameters first: the stacked ones while it is at rest."""
+        return [places[0][0][places[0][1]] for places in self.homes]
 
     @property
     def slices(self) -> list[list[Tensor]]:
