@@ -297,8 +297,9 @@ class TogetherCall:
         if states.have_masks:
             yield from (self._alone.call(state, *args) for state in states.each)
             return
-        slots = {expansion.name: [(expansion.rule._buffers, PLAIN)] for expansion in expansions_of(self._module)}
-        places = homes_of(self._module) | slots  # expanded layers take their plain weights
+        places = homes_of(self._module)
+        for expansion in expansions_of(self._module):  # expanded layers take their plain weights
+            places[expansion.name] = [(expansion.rule._buffers, PLAIN)]
         with restored(places.values()):
             for state in states.each:
                 for name, tensor in state.items():

@@ -112,8 +112,9 @@ def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
 
 def on_cpu(sample: PosteriorSample) -> PosteriorSample:
     """Return a copy of a sample in the host's memory; tensors that it shares with others are not copied."""
-    tensors = {part: getattr(sample, part) for part in PARTS}
-    copies = {part: {k: v.detach().to("cpu", copy=True) for k, v in own.items()} for part, own in tensors.items()}
+    copies: dict[str, Any] = {}
+    for part in PARTS:
+        copies[part] = {k: v.detach().to("cpu", copy=True) for k, v in getattr(sample, part).items()}
     return replace(sample, **copies)
 
 
@@ -240,9 +241,11 @@ class Drawing:
     def _on_host(self, place: int) -> PosteriorSample:
         assert self._copies is not None
         copies, sample = self._copies.wait(), self.samples[place]
+        parts: dict[str, Any] = {}
         if self._states is not None:
             flat = dict(zip(self._states.flat, copies, strict=True))
-            return replace(sample, **self._states.of_chain(self._rows[place], flat))
+            parts = self._states.of_chain(self._rows[place], flat)
+            return replace(sample, **parts)
         remaining = iter(copies)
         for own in self.samples[: place + 1]:
             parts = {part: {name: next(remaining) for name in getattr(own, part)} for part in PARTS}

@@ -72,7 +72,8 @@ class OutOfDistributionData:
         self, trainer: pl.Trainer, module: EnergyModel, states: Sequence[Mapping[str, Tensor]]
     ) -> list[dict[str, dict[str, Tensor]]]:
         """Return the likelihood's terms of each sample on each set, gathered from all ranks, in evaluation mode."""
-        limit, on_sets = 1 if cast(Any, trainer).fast_dev_run else math.inf, {}
+        limit = 1 if cast(Any, trainer).fast_dev_run else math.inf
+        on_sets: dict[str, list[dict[str, Tensor]]] = {}
         for name in self.sources:
             share = share_of_plain(trainer, self._loaders[name], limit)
             each = self._evaluate(share.batches(trainer, module), module, states, name)
