@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
-from lightning_sgmcmc.batches.loader import is_shuffled
+from lightning_sgmcmc.batches.loader import flat_loaders, is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, target_of
 from lightning_sgmcmc.chains.callback import Place
@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.compiling import is_compiled
-from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, UserMetrics, loaders_of
+from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, UserMetrics
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.evaluation.passes import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.reference import Reference, StoredScores
@@ -182,7 +182,7 @@ class BayesianModelAverage(SamplerCallback):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        loaders, limits = loaders_of(trainer.val_dataloaders), trainer.num_val_batches
+        loaders, limits = flat_loaders(trainer.val_dataloaders), trainer.num_val_batches
         scores = self._scores.of(sample, lambda samples: self._score(trainer, pl_module, samples, loaders, limits))
         self._add(trainer, pl_module, sample, scores)
         metrics = self._metrics("val")
@@ -229,7 +229,7 @@ class BayesianModelAverage(SamplerCallback):
         module.posterior.columns.check(getattr(trainer, "datamodule", None))
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
-        loaders = loaders_of(source)
+        loaders = flat_loaders(source)
         self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, stage)
         in_fit, self._scorer = self._scorer, self._scorer or Scorer(module)
@@ -362,4 +362,4 @@ def validation_loaders(trainer: pl.Trainer) -> list[Any]:
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
-    return loaders_of(trainer.val_dataloaders)
+    return flat_loaders(trainer.val_dataloaders)

@@ -23,11 +23,7 @@ ABOUT_DTYPES = ("dtype", "scalar type", "Long", "Int", "Byte", "Char", "Short", 
 
 
 class Features(NamedTuple):
-    """Inputs of a part of a network, which its other layers have computed before.
-
-    Attributes:
-        values: shape (n, …).
-    """
+    """Inputs of a part of a network, shape (n, …), which its other layers have computed before."""
 
     values: Tensor
 
@@ -55,12 +51,8 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arguments:
-    """Return what a `forward` accepts.
-
-    Args:
-        hugging_face: whether it is that of a model of transformers, whose `**kwargs` are for its layers, which raise
-            for unknown entries.
-    """
+    """Return what a `forward` accepts; the `**kwargs` of transformers' models are for layers, which raise for unknown
+    entries."""
     parameters = inspect.signature(forward).parameters.values()
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -99,10 +91,8 @@ def is_hugging_face(network: Any) -> bool:
 
 
 def target_name(batch: Mapping[str, Any], arguments: Arguments) -> str | None:
-    """Return the entry of a dict batch that holds its target, None if there is none.
-
-    An entry that `forward` cannot do without is an input, whatever its name.
-    """
+    """Return the entry of a dict batch that holds its target, None if there is none; what `forward` cannot do without
+    is an input."""
     found = [name for name in TARGETS if name in batch and name not in arguments.needed]
     if len(found) > 1:
         raise ValueError(
@@ -148,10 +138,8 @@ def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any
 
 @contextmanager
 def _no_branches() -> Iterator[None]:
-    """Within `torch.vmap`, let a model of transformers use its attention mask without a look at its values.
-
-    It does so where torch compiles it. Otherwise it looks whether the mask hides anything, which vmap refuses.
-    """
+    """Within `torch.vmap`, let a model of transformers use its attention mask without a look at its values, as
+    compiled; vmap refuses to look whether the mask hides anything."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     if torch._C._functorch.peek_interpreter_stack() is None or not hasattr(masks, "is_tracing"):
         yield
@@ -165,10 +153,8 @@ def _no_branches() -> Iterator[None]:
 
 
 def trimmed(batch: Any, arguments: Arguments) -> Any:
-    """Return a batch without the entries of its dict that `forward` does not accept; itself if there are none.
-
-    Chains stack the entries of their batches, so texts, for instance, must not be among them.
-    """
+    """Return a batch without the entries of its dict that `forward` does not accept, such as texts, which chains cannot
+    stack."""
     if isinstance(batch, Mapping):
         kept = accepted(batch, arguments) | {name: batch[name] for name in [target_name(batch, arguments)] if name}
         return batch if len(kept) == len(batch) else kept
@@ -191,11 +177,8 @@ def takes(arguments: Arguments, count: int) -> bool:
 
 
 def unwrapped(output: Any) -> Any:
-    """Return the logits of a model's output object, or the output itself.
-
-    Outputs of transformers, and of torchvision's networks with auxiliary heads, have `logits`; torchvision's networks
-    for segmentation return a dict with "out".
-    """
+    """Return the logits of a model's output object, "out" of torchvision's networks for segmentation, or the output
+    itself."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -254,11 +237,8 @@ def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
 
 
 def inputs_of(batch: Any, arguments: Arguments) -> Any:
-    """Return the inputs of a batch, which may have a target; see `has_doubtful_target`.
-
-    Args:
-        batch: inputs alone; a dict; a pair (x, y); or a tuple of as many inputs as `forward` needs.
-    """
+    """Return the inputs of a batch: inputs alone, a dict, a pair (x, y), or a tuple of as many inputs as `forward`
+    needs."""
     if isinstance(batch, Mapping):
         target = target_name(batch, arguments)
         return {name: value for name, value in batch.items() if name != target}
@@ -276,11 +256,7 @@ def has_doubtful_target(batch: Any, arguments: Arguments) -> bool:
 
 
 def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype, columns: InputColumns | None = None) -> Any:
-    """Return inputs on a device: arrays and frames as tensors, floats in a dtype, since NumPy's are float64.
-
-    Args:
-        device: the device.
-    """
+    """Return inputs on a device: arrays and frames as tensors, floats in a dtype, since NumPy's are float64."""
 
     def convert(leaf: Any) -> Any:
         leaf = leaf if columns is None else columns.received(leaf)
@@ -299,10 +275,8 @@ IDS, MASK, LABELS, DECODER = "input_ids", "attention_mask", "labels", "decoder_i
 
 
 def shifts_labels(network: nn.Module) -> bool:
-    """Return whether a model of transformers takes the label of a token as the target of the token before.
-
-    Causal language models do by the loss `ForCausalLMLoss`, also transformers' default, or by code of their own.
-    """
+    """Return whether a model of transformers takes a token's label as the target of the token before: causal language
+    models do by the loss `ForCausalLMLoss`, also transformers' default, or by code of their own."""
     code = getattr(inspect.unwrap(type(network).forward), "__code__", None)
     if code is None:
         return False
@@ -311,11 +285,8 @@ def shifts_labels(network: nn.Module) -> bool:
 
 
 def next_tokens(labels: Tensor, mask: Tensor | None, ignored: int) -> Tensor:
-    """Return the target of each position: the label of the next token, none at the last position.
-
-    Args:
-        labels: shape (n, T); `ignored` where there is none.
-        mask: the attention mask, shape (n, T); what it hides is padding and no target. None hides nothing.
+    """Return the target of each position, shape (n, T): the label of the next token; `ignored` where there is none, as
+    last and where the attention mask hides padding.
 
     >>> next_tokens(torch.tensor([[5, 6, 7, 0]]), torch.tensor([[1, 1, 1, 0]]), -100)
     tensor([[   6,    7, -100, -100]])
@@ -330,9 +301,6 @@ def with_decoder_inputs(network: Any, inputs: Mapping[str, Any], labels: Any) ->
     """Return the inputs of an encoder-decoder with what its decoder reads: the target, each token one place later.
 
     Without it some models decode from the encoder's own input, and say nothing.
-
-    Args:
-        labels: the target, shape (n, T), None if unknown.
     """
     if DECODER in inputs or "decoder_inputs_embeds" in inputs:
         return dict(inputs)

@@ -193,7 +193,8 @@ class ResumableLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_workers = num_workers
-        self.collate_fn = collate_fn if collate_fn is not None else _default_collate_of(dataset)
+        default = as_is if hasattr(dataset, "whole_batch") else default_collate
+        self.collate_fn = default if collate_fn is None else collate_fn
         self.chains: tuple[int, ...] = (chain,)
         """The chains that get a batch of their own each; one gets plain batches, several get `ChainBatches`."""
         self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)
@@ -235,12 +236,8 @@ class ResumableLoader:
         return self._seed if self._seed is not None else torch.initial_seed()
 
     def adopt_seed(self, seed: int, fit: int = 0) -> None:
-        """Begin a fit's stream, once until `close`, unless the place came from a checkpoint.
-
-        Args:
-            seed: the fit's seed, which the order has unless the constructor was given one.
-            fit: number of the module's earlier fits, each of which has other batches.
-        """
+        """Begin a fit's stream, once until `close`, unless the place came from a checkpoint; the order has the fit's
+        seed unless the constructor was given one, of which each later fit has another."""
         if not (self._belongs_to_run or self._is_restored):
             self._seed = seed if self._given_seed is None else fit_seed(self._given_seed, fit)
             self.start_at(0)
@@ -285,11 +282,7 @@ class ResumableLoader:
             yield batch
 
     def order_of(self, chain: int) -> BatchOrder:
-        """Return the order of a chain's batches of the present data.
-
-        Args:
-            chain: global index of the chain.
-        """
+        """Return the order of a chain's batches of the present data, by its global index."""
         return self.order(
             OrderSpec(self._ordered, self.batch_size, self.seed, chain, self.drop_last, self.num_replicas, self.rank)
         )
@@ -405,14 +398,12 @@ def is_shuffled(loader: Any) -> bool:
 
 
 def flat_loaders(loaders: Any) -> list[Any]:
-    """Return the loaders in a trainer's loader, which may be a collection."""
+    """Return the loaders in a trainer's loader, which may be None or a collection."""
+    if loaders is None:
+        return []
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     return [one for part in loaders for one in flat_loaders(part)] if isinstance(loaders, list | tuple) else [loaders]
-
-
-def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:
-    return as_is if hasattr(dataset, "whole_batch") else default_collate
 
 
 def as_is(batch: Any) -> Any:
@@ -453,13 +444,9 @@ def common_length(length: int, most: int) -> int:
 def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> list[Any]:
     """Return the chains' batches of tokens with the length of the longest, if they have an attention mask.
 
-    A collate function pads a batch to its own longest text, so the lengths differ between chains, and between steps.
-    Masked tokens have no effect. Batches without a mask, or with other entries of that length than a tokenizer's, are
-    returned as they are.
-
-    Args:
-        most: pads to one of a few lengths (`common_length`), for a compiled network that takes at most so many tokens;
-            None pads to the longest.
+    A collate function pads a batch to its own longest text, so lengths differ between chains and steps. Masked tokens
+    have no effect. Batches with other entries of that length than a tokenizer's stay as they are. For a compiled
+    network that takes `most` tokens, they get one of a few lengths (`common_length`).
     """
     inputs = [batch[0] if isinstance(batch, list | tuple) and batch else batch for batch in batches]
     if not all(isinstance(own, Mapping) and isinstance(own.get("attention_mask"), Tensor) for own in inputs):
@@ -483,11 +470,8 @@ def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> l
 
 
 def with_few_lengths(batch: Any, net: Any) -> Any:
-    """Return a batch to evaluate as a compiled network takes it: one without an output for each token is padded.
-
-    Args:
-        batch: a dict with "attention_mask", or a pair of one and a target; others are returned as they are.
-    """
+    """Return a batch to evaluate as a compiled network takes it: a dict with "attention_mask", or a pair of one and a
+    target, is padded unless each token has an output."""
     config: Any = getattr(net, "config", None)
     most = most_tokens(config)
     labels = batch.get("labels") if isinstance(batch, Mapping) else None

@@ -111,15 +111,9 @@ class RepeatedOrder(BatchOrder):
 
     A sweep has all data, in S = `batches_per_epoch` batches of sizes that differ by one at most (with `drop_last`, of
     `batch_size` each), since a short batch that stays would give its data a larger weight for the whole run. The sizes
-    depend on the position only, so the batches of several chains can be stacked. An epoch is a sweep. Chains have
-    permutations of their own, and replicas share a permutation as in `BatchOrder`: where they do not divide N, up to
-    `num_replicas` - 1 data are in two batches.
-
-    Accumulated batches of a step must be the same in every sweep, so a run with A of them, or with EWSG's candidates,
-    is refused unless A divides S and the batches of the trainer's epoch.
-
-    Args:
-        spec: the data, the batches, the seed, the chain and its replicas.
+    depend on the position only, so the batches of several chains can be stacked. An epoch is a sweep. Replicas share a
+    permutation as in `BatchOrder`. Accumulated batches of a step must be the same in every sweep, so a run with A of
+    them, or with EWSG's candidates, is refused unless A divides S and the batches of the trainer's epoch.
     """
 
     repeats: ClassVar[bool] = True

@@ -75,12 +75,8 @@ class TrainingRows:
         return None if None in sizes else [size for size in sizes if size is not None]
 
     def loader(self, places: Sequence[int], dataset: Any = None, batch_size: int | None = None) -> DataLoader[Any]:
-        """Return a loader of some rows, in their order.
-
-        Args:
-            places: numbers of rows, from 0 to `len(indices)`.
-            batch_size: rows of a batch; None is the training loader's.
-        """
+        """Return a loader of some rows, by their numbers from 0, in their order; without a `batch_size` that of
+        training."""
         assert self.indices is not None
         chosen = places if isinstance(self.indices, range) else [self.indices[place] for place in places]
         part: Subset[Any] = Subset(self.dataset if dataset is None else dataset, chosen)
@@ -93,9 +89,6 @@ def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tup
     """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows.
 
     A given N that is not the number of rows may count something else; `DataWeights` compares it with the batches.
-
-    Args:
-        given: N as the user has passed it, or None.
     """
     rows = training_rows(trainer)
     datamodule = getattr(trainer, "datamodule", None)
@@ -205,20 +198,6 @@ def _of_resumable(loader: ResumableLoader) -> TrainingRows:
     )
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """What a sampler draws in an epoch; `indices` is None if unknown, with the reason."""
-
-    indices: Sequence[int] | None
-    is_random: bool = False
-    in_order: bool = False
-    replacement: bool = False
-    reason: str = ""
-    number: int | None = None
-    """Rows of an epoch, if they are not all of `indices`."""
-    replicas: int = 1
-
-
 def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
     dataset, collate_fn = loader.dataset, loader.collate_fn
     if not hasattr(dataset, "__len__"):
@@ -237,69 +216,68 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
             whole=True,
         )
     if batches is None:
-        drawn = _drawn_by(loader.sampler, dataset)
-        rows = TrainingRows(batch_size=loader.batch_size, drop_last=loader.drop_last)
+        rows = replace(_drawn_by(loader.sampler, dataset), batch_size=loader.batch_size, drop_last=loader.drop_last)
     else:
-        drawn, rows = _drawn_in_batches(batches, dataset)
+        rows = _drawn_in_batches(batches, dataset)
     by_list = loader.batch_size is None and loader.batch_sampler is None
-    number = drawn.number if drawn.number is not None or drawn.indices is None else len(drawn.indices)
     return replace(
         rows,
         dataset=_Single(dataset) if by_list else dataset,
-        indices=drawn.indices,
-        count=None if drawn.indices is None else len(drawn.indices),
-        source=drawn.reason or "the training data set's length",
-        is_random=drawn.is_random,
-        in_order=drawn.in_order,
-        replacement=drawn.replacement,
-        share=None if number is None else math.ceil(number / drawn.replicas),
+        count=None if rows.indices is None else len(rows.indices),
+        source=rows.source or "the training data set's length",
         collate_fn=_first_of_one if by_list else collate_fn,
     )
 
 
-def _drawn_in_batches(batches: Any, dataset: Any) -> tuple[_Drawn, TrainingRows]:
+def _drawn_in_batches(batches: Any, dataset: Any) -> TrainingRows:
     """Return what a batch sampler draws in an epoch, and the sizes of its batches."""
     if isinstance(batches, SwitchingBatchSampler):
         number = len(batches)
         size = len(next(iter(copy.deepcopy(batches))))
-        drawn = _Drawn(range(batches.num_data), is_random=True, number=size * number)
-        return drawn, TrainingRows(batch_size=size, sizes=[size] * number)
+        drawn = _all_of(range(batches.num_data), is_random=True, share=size * number)
+        return replace(drawn, batch_size=size, sizes=[size] * number)
     iterates = type(batches).__iter__
     if isinstance(batches, torch_data.BatchSampler) and iterates is torch_data.BatchSampler.__iter__:
         drawn = _drawn_by(batches.sampler, dataset)
-        return drawn, TrainingRows(batch_size=batches.batch_size, drop_last=batches.drop_last)
+        return replace(drawn, batch_size=batches.batch_size, drop_last=batches.drop_last)
     epoch = _epoch_of(batches, dataset)
     if epoch is None:
-        return _Drawn(None, reason=_unknown(batches, None, dataset)), TrainingRows()
+        return TrainingRows(source=_unknown(batches, None, dataset))
     sizes = [len(batch) if isinstance(batch, Sequence) else 1 for batch in epoch]
     drawn = _judged(batches, [index for batch in epoch for index in tree_leaves(batch)], dataset)
-    return drawn, TrainingRows(batch_size=max(sizes, default=1), is_even=False)
+    return replace(drawn, batch_size=max(sizes, default=1), is_even=False)
 
 
-def _drawn_by(sampler: Any, dataset: Any) -> _Drawn:
-    """Return what a sampler draws in an epoch."""
+def _all_of(indices: Sequence[int], share: int | None = None, **kind: Any) -> TrainingRows:
+    """Return all of some rows; `share` is the number of an epoch's draws if it is another one."""
+    return TrainingRows(indices=indices, share=len(indices) if share is None else share, **kind)
+
+
+def _drawn_by(sampler: Any, dataset: Any) -> TrainingRows:
+    """Return what a sampler draws in an epoch; `indices` is None if unknown, with the reason in `source`."""
     if isinstance(sampler, DistributedSampler):
         wrapped = getattr(sampler.dataset, "_sampler", None)
         whole = range(len(sampler.dataset))  # type: ignore[arg-type]
-        drawn = _Drawn(whole, sampler.shuffle, not sampler.shuffle)
+        drawn = _all_of(whole, is_random=sampler.shuffle, in_order=not sampler.shuffle)
         if wrapped is not None:
             drawn = _drawn_by(wrapped, dataset)
         padded = not isinstance(sampler, UnrepeatedDistributedSampler)
-        number = sampler.total_size if padded and drawn.indices is not None else drawn.number
-        return replace(drawn, number=number, replicas=sampler.num_replicas)
+        number = sampler.total_size if padded and drawn.indices is not None else drawn.share
+        return replace(drawn, share=None if number is None else math.ceil(number / sampler.num_replicas))
     iterates = type(sampler).__iter__
     if isinstance(sampler, torch_data.RandomSampler) and iterates is torch_data.RandomSampler.__iter__:
         whole = range(len(sampler.data_source))
-        return _Drawn(whole, True, replacement=sampler.replacement, number=sampler.num_samples)
+        return _all_of(whole, sampler.num_samples, is_random=True, replacement=sampler.replacement)
     if isinstance(sampler, torch_data.SequentialSampler) and iterates is torch_data.SequentialSampler.__iter__:
-        return _Drawn(range(len(sampler.data_source)), in_order=True)
+        return _all_of(range(len(sampler.data_source)), in_order=True)
     if isinstance(sampler, torch_data.SubsetRandomSampler) and iterates is torch_data.SubsetRandomSampler.__iter__:
         source = f"the {type(sampler).__name__}'s number of indices"
-        return _Drawn([int(index) for index in sampler.indices], True, reason=source)
+        return _all_of([int(index) for index in sampler.indices], is_random=True, source=source)
     if isinstance(sampler, torch_data.WeightedRandomSampler):
         weights = torch.as_tensor(sampler.weights)
         if bool((weights == weights[0]).all()):
-            return _Drawn(range(len(weights)), True, replacement=sampler.replacement, number=sampler.num_samples)
+            whole = range(len(weights))
+            return _all_of(whole, sampler.num_samples, is_random=True, replacement=sampler.replacement)
         raise ValueError(
             "the training loader draws by a WeightedRandomSampler, whose weights would count some data several times, "
             "so the posterior would be that of other data: pass shuffle=True, and weigh classes in decisions on the "
@@ -307,15 +285,15 @@ def _drawn_by(sampler: Any, dataset: Any) -> _Drawn:
         )
     epoch = _epoch_of(sampler, dataset)
     if epoch is None:
-        return _Drawn(None, reason=_unknown(sampler, None, dataset))
+        return TrainingRows(source=_unknown(sampler, None, dataset))
     return _judged(sampler, epoch, dataset)
 
 
-def _judged(sampler: Any, drawn: Sequence[int], dataset: Any) -> _Drawn:
+def _judged(sampler: Any, drawn: Sequence[int], dataset: Any) -> TrainingRows:
     """Return what an epoch of an own sampler shows: all rows once, or nothing certain."""
     if len(drawn) == len(dataset) == len({int(index) for index in drawn}):
-        return _Drawn(range(len(dataset)), number=len(drawn))
-    return _Drawn(None, reason=_unknown(sampler, len(drawn), dataset), number=len(drawn))
+        return _all_of(range(len(dataset)))
+    return TrainingRows(source=_unknown(sampler, len(drawn), dataset), share=len(drawn))
 
 
 def _unknown(sampler: Any, drawn: int | None, dataset: Any) -> str:
@@ -361,13 +339,10 @@ def _first_of_one(batches: list[Any]) -> Any:
 
 
 def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
-    """Return why the batches of trajectories are likelier in one direction, and the remedy; None if they are not.
+    """Return why the batches of trajectories of so many steps are likelier in one direction, and the remedy, or None.
 
     Independent batches are as likely in both directions, as are those of whole epochs in random order, parts of one
     such epoch, and whole pairs of `SymmetricOrder`. Of a loader whose order is unknown nothing is said.
-
-    Args:
-        steps: K, optimizer steps of a trajectory, which begin with the first batch of an epoch.
     """
     if not _order_matters(trainer):
         return None
@@ -397,11 +372,7 @@ def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
 
 
 def fault_of_start(trainer: pl.Trainer, steps: int, batch_idx: int) -> str | None:
-    """Return why a trajectory that fits the epochs may not begin with a batch, None if it may.
-
-    Args:
-        steps: K, optimizer steps of a trajectory.
-    """
+    """Return why a trajectory of so many steps, which fit the epochs, may not begin with a batch, None if it may."""
     if not _order_matters(trainer):
         return None
     accumulated = trainer.accumulate_grad_batches

@@ -36,13 +36,8 @@ class PlannedSchedule(Protocol):
 
 
 class SampledChains(NamedTuple):
-    """The chains of a run that draw samples.
-
-    Attributes:
-        number: how many.
-        lr: their step size over that of the schedule.
-        temperature: their temperature over that of the schedule.
-    """
+    """The number of a run's chains that draw samples, and their step size and temperature over those of the
+    schedule."""
 
     number: int
     lr: float
@@ -51,13 +46,8 @@ class SampledChains(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainSizes:
-    """Sizes of a process's chains.
-
-    Attributes:
-        numel: d, sampled parameters of a chain.
-        parameters: bytes of the sampled parameters of all chains.
-        tensors: bytes of all tensors that chains do not share, parameters and buffers.
-    """
+    """Sizes of a process's chains: sampled parameters of one (`numel`, d), and the bytes of the sampled parameters, and
+    of all tensors that chains do not share, of all."""
 
     numel: int
     parameters: int
@@ -66,13 +56,7 @@ class ChainSizes:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Per-datum gradients of a run's steps.
-
-    Attributes:
-        gradients: those of the mini-batches, for each chain.
-        epochs: epochs of the run, NaN if unknown.
-        num_data: N.
-    """
+    """The per-datum gradients of a run's mini-batches for each chain, its epochs (NaN if unknown), and N."""
 
     gradients: int
     epochs: float
@@ -140,11 +124,7 @@ class RunCallback(pl.Callback):
         return None
 
     def sampled_chains(self, total: int) -> SampledChains | None:
-        """Return the chains that draw samples if it changes their number, None otherwise.
-
-        Args:
-            total: chains of the run.
-        """
+        """Return the chains that draw samples if it changes their number, of this total of the run, None otherwise."""
         return None
 
 

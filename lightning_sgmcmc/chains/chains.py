@@ -32,221 +32,7 @@ from lightning_sgmcmc.samplers.rows import FlatParameters, clip_rows, compiled
 from lightning_sgmcmc.tensors import Control, as_rows
 
 
-class ChainGradients:
-    """The part of `Chains` that concerns gradients.
-
-    They arrive in one of three places: in the parameters themselves; in the slices of stacked chains that are computed
-    one after another; or in the rows of one tensor, from which a step over all of a network's tensors costs one
-    operation (see `FlatParameters`).
-    """
-
-    model: EnergyModel
-    num_chains: int
-    compiled: Compile
-    stacked: StackedChains | None
-    trainable: dict[str, Tensor]
-    energies: ChainEnergies | None
-    accumulation: Accumulation
-    claims: Claims
-    pulse: Pulse
-    flat: FlatParameters | None = None
-    """The sampled parameters as rows of one tensor during a fit; None where they are not."""
-
-    @property
-    def execution(self) -> Execution:
-        """How chains are computed on the model's device; "auto" is all at once in the faster way."""
-        raise NotImplementedError
-
-    # -- one tensor of all parameters ---------------------------------------------------------------------------------
-
-    def flatten(self, sampler: Sampler, trainer: pl.Trainer) -> None:
-        """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it.
-
-        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has buffers of its
-        own for gradients.
-
-        Args:
-            sampler: theirs, already on their device.
-            trainer: the run's.
-        """
-        self.unflatten(sampler)
-        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
-        groups = [group["params"] for group in sampler.param_groups]
-        fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
-        gains = self.stacked is not None or fused
-        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
-            self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
-
-    def unflatten(self, sampler: Sampler | None) -> None:
-        """Give the sampled parameters memory of their own, at a fit's end."""
-        if self.flat is not None:
-            self.flat.release()
-        self.flat = None
-        if sampler is not None:
-            sampler.flat = None
-
-    @property
-    def _arrive_in_rows(self) -> bool:
-        return self.flat is not None and (self.stacked is None or self.execution != "loop")
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients in as few tensors as hold them, with a leading axis of chains where there are several;
-        writing to them changes the gradients."""
-        if self.flat is not None and self.flat.holds_gradients:
-            return [self.flat.gradients]
-        return self._of_parameters()
-
-    def _of_parameters(self) -> list[Tensor]:
-        return [p.grad for p in self.trainable.values() if p.grad is not None]
-
-    # -- a step -------------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, and gather its gradients.
-
-        Args:
-            loss: the loss.
-            args, kwargs: passed to `Tensor.backward`.
-
-        Raises:
-            RuntimeError: for a network of several chains that computes activations again.
-        """
-        if self.accumulation.loss_scale != 1:
-            loss = loss * self.accumulation.loss_scale
-        with explained(self.num_chains):
-            loss.backward(*args, **kwargs)
-        self.gather_gradients()
-
-    def gather_gradients(self) -> None:
-        """Gather the gradients after a backward pass; correct them once the batch is complete."""
-        self.pulse.count += 1
-        if self.flat is not None and self._arrive_in_rows:
-            self.flat.collect_gradient()
-        if not self.accumulation.batch_complete:
-            return
-        collects = self.energies is not None and self.energies.collects
-        if collects:
-            self.collect_gradients()
-        if self.accumulation.rescaling != 1:
-            torch._foreach_mul_(self.gradients(), self.accumulation.rescaling)
-        correct = self.claims.get("snapshot gradients")
-        if correct is not None:
-            correct()
-            if collects and self.accumulation.accumulating:
-                self.spread_gradients()  # the next batch adds its gradients to these
-
-    def collect_gradients(self) -> None:
-        """Copy the slices' gradients to the stacked parameters."""
-        if self.stacked is not None and not self._arrive_in_rows:
-            self.stacked.collect_gradients(self.flat)
-
-    def spread_gradients(self) -> None:
-        """Copy the parameters' gradients to where they arrive, to continue accumulating."""
-        if self.flat is not None and self._arrive_in_rows:
-            self.flat.adopt_gradients()
-        elif self.stacked is not None:
-            self.stacked.spread_gradients()
-
-    def clear_gradients(self, sampler: Optimizer) -> None:
-        """Clear the gradients.
-
-        Args:
-            sampler: of the parameters.
-        """
-        if self.flat is not None and self._arrive_in_rows:
-            self.flat.clear_gradients()
-            return
-        sampler.zero_grad()
-        if self.stacked is not None:
-            self.stacked.clear_gradients()
-        if self.energies is not None:
-            self.energies.keep_gradients(self.trainable.values())
-
-    @property
-    def clips_by_chain(self) -> bool:
-        """Whether `clip_gradients` clips; Lightning does it for the tensors of one chain."""
-        return self.stacked is not None or self._clips_rows
-
-    @property
-    def _clips_rows(self) -> bool:
-        """Whether gradients are clipped as the rows of one tensor; on a CPU they are clipped tensor by tensor."""
-        return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
-
-    def clip_gradients(self, limit: float) -> None:
-        """Scale each chain's gradient down to a norm of at most `limit`.
-
-        On a CPU a chain's norm is that of its tensors' norms, bit for bit as alone.
-        """
-        if self.flat is not None and self._clips_rows:
-            clip = compiled(clip_rows) if self.flat.fused else clip_rows
-            clip(self.flat.gradients, limit)
-        else:
-            clip_each_chain(self._of_parameters(), limit)
-
-
-# -- step sizes --------------------------------------------------------------------------------------------------------
-
-
-EachChain: TypeAlias = "float | Sequence[float]"
-"""One number for all chains, or one for each chain of the run."""
-StepSize: TypeAlias = "EachChain | Mapping[str, EachChain]"
-"""A step size, or step sizes by name pattern."""
-
-
-def check_step_size(lr: "StepSize | None") -> None:
-    """Raise unless `lr` is None, a finite number ≥ 0, one for each chain, or such values by pattern."""
-    if not isinstance(lr, Mapping):
-        check_control("lr", lr)
-        return
-    if not lr:
-        raise ValueError("lr has no patterns: pass one number, or numbers by pattern")
-    for pattern, value in lr.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"lr has the pattern {pattern!r}: patterns are texts such as '*.bias'")
-        if value is None:
-            raise TypeError(f"lr must be a number, got None for '{pattern}'")
-        check_control(f"lr of '{pattern}'", value)
-
-
-def values_of(lr: "StepSize | None") -> list[Any]:
-    """Return the numbers of all patterns and chains."""
-    each = list(lr.values()) if isinstance(lr, Mapping) else [lr]
-    return [number for value in each for number in (value if isinstance(value, Sequence) else [value])]
-
-
-def is_per_chain(lr: "StepSize | None") -> bool:
-    """Return whether a step size has a number for each of several chains."""
-    each = lr.values() if isinstance(lr, Mapping) else [lr]
-    return any(isinstance(value, Sequence) and len(value) > 1 for value in each)
-
-
-def groups_by_pattern(
-    parameters: Mapping[str, Tensor],
-    lr: "Mapping[str, EachChain]",
-    own_control: "Callable[[str, EachChain], Control]",
-) -> list[dict[str, Any]]:
-    """Return parameter groups, one for each pattern, with the patterns as their names.
-
-    Args:
-        lr: step sizes by pattern (shell-style); the first one that matches a parameter's name applies.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    for pattern, value in lr.items():
-        control = own_control(f"lr of '{pattern}'", value)
-        groups[pattern] = {"params": [], "lr": control, "name": pattern}
-    for name, parameter in parameters.items():
-        first = next((pattern for pattern in lr if fnmatchcase(name, pattern)), None)
-        if first is None:
-            raise ValueError(f"lr has no pattern for the parameter '{name}': add one, or '*' for the rest")
-        groups[first]["params"].append(parameter)
-    check_patterns("lr", list(lr), parameters)
-    return [group for group in groups.values() if group["params"]]
-
-
-# -- chains ------------------------------------------------------------------------------------------------------------
-
-
-class Chains(ChainGradients):
+class Chains:
     """A process's chains of a model, and the chain state that callbacks read and write.
 
     A model with one chain in its process keeps its ordinary tensors. With more, every parameter and buffer gets a
@@ -307,14 +93,11 @@ class Chains(ChainGradients):
         self.weights: DataWeights | None = None
         self.num_data_is_given = False
         self.claims = Claims()
+        self.flat: FlatParameters | None = None
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
-        """Clear the state of an earlier fit.
-
-        Args:
-            num_data: N of the coming fit.
-        """
+        """Clear the state of an earlier fit; N is that of the coming one."""
         self.observed = ObservedEnergy(num_data=num_data)
         self.accumulation = Accumulation()
         self.progress = Progress()
@@ -325,12 +108,8 @@ class Chains(ChainGradients):
     # -- storage and starts -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
-        """Set the layout of the chains, and stack them once.
-
-        Args:
-            trainer: the run's; None outside a run.
-            initialise: draws the start of the chain with this global index into the model's own tensors.
-        """
+        """Set the layout of the chains, and stack them once; `initialise` draws a chain's start into the model's own
+        tensors."""
         self.layout = layout_of(trainer, self.num_chains)
         check_hooks(self.model)
         starts = self._started is None and self.start == "own" and self.layout.total_chains > 1
@@ -383,14 +162,8 @@ class Chains(ChainGradients):
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
-        """Select one chain: inside the context, the model is that chain's ordinary network.
-
-        Args:
-            chain: its index in this process, from 0.
-
-        Raises:
-            IndexError: if there is no such chain.
-        """
+        """Select one chain, by its index in this process: inside the context, the model is that chain's ordinary
+        network."""
         if not 0 <= chain < self.num_chains:
             raise IndexError(f"chain must be between 0 and {self.num_chains - 1}, got {chain}")
         if self.stacked is None:
@@ -407,15 +180,8 @@ class Chains(ChainGradients):
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
-        """Return a control for this process's chains: one number for all, or a tensor of shape (C,).
-
-        Args:
-            name: the control's name, for the message.
-            value: a number, or one per chain of the run.
-
-        Raises:
-            ValueError: if a sequence does not have one value per chain.
-        """
+        """Return a control for this process's chains from one number for all, or one per chain of the run: shape
+        (C,)."""
         if isinstance(value, int | float):
             return value
         total = self.layout.total_chains
@@ -429,13 +195,8 @@ class Chains(ChainGradients):
     ) -> Sampler:
         """Return a sampler for the trainable parameters, with N, the seed and the number of chains filled in.
 
-        Args:
-            factory: a sampler class, or a callable that returns a sampler for parameters and keyword arguments.
-            lr: step size, one per chain of the run, or by name pattern; None uses the sampler's default.
-            temperature: τ, or one per chain of the run.
-
-        Raises:
-            TypeError: if the factory returns another kind of object.
+        The step size is that of all chains, one per chain of the run, or by name pattern; None uses the sampler's
+        default.
         """
         options: dict[str, Any] = {
             "num_data": self.observed.num_data,
@@ -493,12 +254,8 @@ class Chains(ChainGradients):
         self.claims.clear()
 
     def potential_energy(self, batch: Any, num_data: int) -> Tensor:
-        """Return Ũ of a batch for each chain, shape (C,), in nats, differentiable in the stacked parameters.
-
-        Args:
-            batch: one batch for all chains, or a `ChainBatches` with one for each.
-            num_data: N.
-        """
+        """Return Ũ of a batch, or of one for each chain, shape (C,), in nats, differentiable in the stacked
+        parameters."""
         energies = self.energies
         if energies is None or energies.num_data != num_data:
             energies = ChainEnergies(self.model, self.stacked, "loop", False, num_data, named_trainable(self.model))
@@ -506,13 +263,7 @@ class Chains(ChainGradients):
         return step.mean_potential.reshape(-1) * num_data
 
     def loss(self, batch: Any, batch_idx: int, trainer: pl.Trainer) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies.
-
-        Args:
-            batch: the micro-batch.
-            batch_idx: its index in the epoch.
-            trainer: the run's.
-        """
+        """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies."""
         assert self.energies is not None
         assert self.weights is not None
         step = self.energies(
@@ -537,13 +288,121 @@ class Chains(ChainGradients):
         # Its value is comparable between batches; its gradient has the weights.
         return loss if step.excess is None else loss + step.excess
 
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    #
+    # They arrive in the parameters themselves; in the slices of stacked chains that are computed one after another; or
+    # in the rows of one tensor, from which a step over all tensors costs one operation (see `FlatParameters`).
+
+    def flatten(self, sampler: Sampler, trainer: pl.Trainer) -> None:
+        """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it.
+
+        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has gradients of its
+        own.
+        """
+        self.unflatten(sampler)
+        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+        groups = [group["params"] for group in sampler.param_groups]
+        fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
+        gains = self.stacked is not None or fused
+        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
+            self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
+
+    def unflatten(self, sampler: Sampler | None) -> None:
+        """Give the sampled parameters memory of their own, at a fit's end."""
+        if self.flat is not None:
+            self.flat.release()
+        self.flat = None
+        if sampler is not None:
+            sampler.flat = None
+
+    @property
+    def _arrive_in_rows(self) -> bool:
+        return self.flat is not None and (self.stacked is None or self.execution != "loop")
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients in as few tensors as hold them, with a leading axis of chains where there are several;
+        writing to them changes the gradients."""
+        if self.flat is not None and self.flat.holds_gradients:
+            return [self.flat.gradients]
+        return self._of_parameters()
+
+    def _of_parameters(self) -> list[Tensor]:
+        return [p.grad for p in self.trainable.values() if p.grad is not None]
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass, and gather its gradients; raise for several chains that compute activations again."""
+        if self.accumulation.loss_scale != 1:
+            loss = loss * self.accumulation.loss_scale
+        with explained(self.num_chains):
+            loss.backward(*args, **kwargs)
+        self.gather_gradients()
+
+    def gather_gradients(self) -> None:
+        """Gather the gradients after a backward pass; correct them once the batch is complete."""
+        self.pulse.count += 1
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.collect_gradient()
+        if not self.accumulation.batch_complete:
+            return
+        collects = self.energies is not None and self.energies.collects
+        if collects:
+            self.collect_gradients()
+        if self.accumulation.rescaling != 1:
+            torch._foreach_mul_(self.gradients(), self.accumulation.rescaling)
+        correct = self.claims.get("snapshot gradients")
+        if correct is not None:
+            correct()
+            if collects and self.accumulation.accumulating:
+                self.spread_gradients()  # the next batch adds its gradients to these
+
+    def collect_gradients(self) -> None:
+        """Copy the slices' gradients to the stacked parameters."""
+        if self.stacked is not None and not self._arrive_in_rows:
+            self.stacked.collect_gradients(self.flat)
+
+    def spread_gradients(self) -> None:
+        """Copy the parameters' gradients to where they arrive, to continue accumulating."""
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.adopt_gradients()
+        elif self.stacked is not None:
+            self.stacked.spread_gradients()
+
+    def clear_gradients(self, sampler: Optimizer) -> None:
+        """Clear the gradients of a sampler's parameters."""
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.clear_gradients()
+            return
+        sampler.zero_grad()
+        if self.stacked is not None:
+            self.stacked.clear_gradients()
+        if self.energies is not None:
+            self.energies.keep_gradients(self.trainable.values())
+
+    @property
+    def clips_by_chain(self) -> bool:
+        """Whether `clip_gradients` clips; Lightning does it for the tensors of one chain."""
+        return self.stacked is not None or self._clips_rows
+
+    @property
+    def _clips_rows(self) -> bool:
+        """Whether gradients are clipped as the rows of one tensor; on a CPU they are clipped tensor by tensor."""
+        return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
+
+    def clip_gradients(self, limit: float) -> None:
+        """Scale each chain's gradient down to a norm of at most `limit`; on a CPU bit for bit as alone."""
+        if self.flat is not None and self._clips_rows:
+            clip = compiled(clip_rows) if self.flat.fused else clip_rows
+            clip(self.flat.gradients, limit)
+        else:
+            clip_each_chain(self._of_parameters(), limit)
+
 
 class ChainModel(EnergyModel):
     """A model with its chains, as the services of a run see it; `BayesianModule` is the one that users derive from."""
 
     if TYPE_CHECKING:  # annotations of a class would be read by scripting
         chains: Chains
-        lr: StepSize | None
+        lr: "StepSize | None"
         temperature: float | tuple[float, ...]
         num_data: int | None
         given_num_data: int | None
@@ -579,3 +438,62 @@ def sampler_of(module: pl.LightningModule) -> Sampler:
             "override configure_optimizers, or return one sampler from it"
         )
     return optimizer
+
+
+# -- step sizes --------------------------------------------------------------------------------------------------------
+
+
+EachChain: TypeAlias = "float | Sequence[float]"
+"""One number for all chains, or one for each chain of the run."""
+StepSize: TypeAlias = "EachChain | Mapping[str, EachChain]"
+"""A step size, or step sizes by name pattern."""
+
+
+def check_step_size(lr: "StepSize | None") -> None:
+    """Raise unless `lr` is None, a finite number ≥ 0, one for each chain, or such values by pattern."""
+    if not isinstance(lr, Mapping):
+        check_control("lr", lr)
+        return
+    if not lr:
+        raise ValueError("lr has no patterns: pass one number, or numbers by pattern")
+    for pattern, value in lr.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"lr has the pattern {pattern!r}: patterns are texts such as '*.bias'")
+        if value is None:
+            raise TypeError(f"lr must be a number, got None for '{pattern}'")
+        check_control(f"lr of '{pattern}'", value)
+
+
+def values_of(lr: "StepSize | None") -> list[Any]:
+    """Return the numbers of all patterns and chains."""
+    each = list(lr.values()) if isinstance(lr, Mapping) else [lr]
+    return [number for value in each for number in (value if isinstance(value, Sequence) else [value])]
+
+
+def is_per_chain(lr: "StepSize | None") -> bool:
+    """Return whether a step size has a number for each of several chains."""
+    each = lr.values() if isinstance(lr, Mapping) else [lr]
+    return any(isinstance(value, Sequence) and len(value) > 1 for value in each)
+
+
+def groups_by_pattern(
+    parameters: Mapping[str, Tensor],
+    lr: "Mapping[str, EachChain]",
+    own_control: "Callable[[str, EachChain], Control]",
+) -> list[dict[str, Any]]:
+    """Return parameter groups, one for each pattern, with the patterns as their names.
+
+    Args:
+        lr: step sizes by pattern (shell-style); the first one that matches a parameter's name applies.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for pattern, value in lr.items():
+        control = own_control(f"lr of '{pattern}'", value)
+        groups[pattern] = {"params": [], "lr": control, "name": pattern}
+    for name, parameter in parameters.items():
+        first = next((pattern for pattern in lr if fnmatchcase(name, pattern)), None)
+        if first is None:
+            raise ValueError(f"lr has no pattern for the parameter '{name}': add one, or '*' for the rest")
+        groups[first]["params"].append(parameter)
+    check_patterns("lr", list(lr), parameters)
+    return [group for group in groups.values() if group["params"]]

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_alike
-from lightning_sgmcmc.chains.execution import StatelessCall, homes_of
+from lightning_sgmcmc.chains.density import Densities, vmap_refusal
+from lightning_sgmcmc.chains.execution import homes_of
 from lightning_sgmcmc.chains.row_energies import RowEnergies, weighed
 from lightning_sgmcmc.chains.stacked import StackedChains
-from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.weights import FirstBatches
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
-from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
-from lightning_sgmcmc.priors.held import held_rows, without_held
+from lightning_sgmcmc.model import EnergyModel, check_shape
+from lightning_sgmcmc.priors.held import without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
@@ -28,20 +28,13 @@ class ChainEnergies:
 
         Ũ/N = -c·Σ_{i in batch} log p(y_i|x_i,θ) - log p(θ)/N,   c = 1/n or as `DataWeights` has it
 
-    * "loop": one chain after another, with its slices as the module's tensors. Bit for bit equal to each chain run
-      alone.
-    * "vmap": all chains in one call, by `torch.vmap` over the stacked tensors. Equal up to rounding.
-    * "unrolled": one chain after another inside one function, which can be compiled as one.
+    "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once, equal up to rounding;
+    "unrolled" one after another inside one function, which can be compiled as one. "auto" is "vmap" or, where graphs
+    are replayed and it is faster, "unrolled".
 
     Args:
-        model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
-        execution: one of them; "auto" is "vmap" or, where graphs are replayed and it is faster, "unrolled".
-        compiled: whether `torch.compile` compiles the network's part; "auto" does on CUDA, if the network compiles.
-        num_data: N.
-        trainable: the model's own sampled parameters by name.
-        flat: the sampled parameters as rows of one tensor, if they are; with "vmap" and for a single chain the energies
-            are then a function of them (see `RowEnergies`).
+        flat: the sampled parameters as rows, of which the energies then are a function, but for "loop" (`RowEnergies`).
     """
 
     def __init__(
@@ -59,10 +52,8 @@ class ChainEnergies:
         self._chains = chains
         self._of_prior = dict(trainable) | prior_state(model)
         """What the prior is a function of: the model's own tensors by name."""
-        self._held = held_rows(model)
         self._vmapped = execution in ("auto", "vmap") and chains is not None
-        self._own_prior = overrides(model, "log_prior")
-        self._call = StatelessCall(model, type(model).log_likelihood)
+        self._densities = Densities(model)
         compiler = None
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
             name = f"the network of {type(model).__name__}"
@@ -104,11 +95,9 @@ class ChainEnergies:
         keeps_each: bool = False,
         weigh: Callable[[], float | None] | None = None,
     ) -> StepEnergy:
-        """Return the energies of a batch.
+        """Return the energies of a batch, and log p(y|x,θ) of each datum if `keeps_each`.
 
-        Args:
-            keeps_each: also return log p(y|x,θ) for each datum.
-            weigh: returns c, or None for 1/n; called after a first batch was checked.
+        `weigh` returns c, or None for 1/n; it is called after a first batch was checked.
         """
         chains = self._chains
         if isinstance(batch, ChainBatches) and (chains is None or len(batch) != chains.num_chains):
@@ -125,7 +114,7 @@ class ChainEnergies:
             # chains would give up the memory in which the backward pass of the chains before expects its inputs.
             torch.compiler.cudagraph_mark_step_begin()
         if chains is None:
-            each, log_prior = self._of_network(None, batch), self._log_prior(self._of_prior)
+            each, log_prior = self._of_network(None, batch), self._densities.present_log_prior(self._of_prior)
             # A compiled network's mean over the last axis and a plain one's over all differ in rounding.
             mean = each.mean() if self._network is None and factor is None else weighed(each, factor)
             size = each.shape[-1]
@@ -159,19 +148,13 @@ class ChainEnergies:
         try:
             loss, (potential, log_prior), each = rows(batch, factor)
         except RuntimeError as error:
-            raise self._refusal(error) from error
+            raise vmap_refusal(error, self._model) from error
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
         size, excess = each.shape[-1], _excess(each, factor)
         if self._chains is None:
             potential, log_prior, each = potential[0], log_prior[0], each[0]
         return StepEnergy(potential, log_prior, each.clone() if keeps_each else None, size, loss, excess)
-
-    def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""
-        if self._own_prior:
-            return self._model.log_prior()
-        return self._model.prior.log_prob(without_held(tensors, self._held))
 
     # -- one chain after another --------------------------------------------------------------------------------------
 
@@ -189,7 +172,7 @@ class ChainEnergies:
                     present = dict(zip(chains.names, tensors, strict=True))
                     of_prior = {name: present[name] for name in of_prior}
                 log_likelihoods.append(self._of_network(tensors, batch[chain] if own_batches else batch))
-                log_priors.append(self._log_prior(of_prior))
+                log_priors.append(self._densities.present_log_prior(of_prior))
         return log_likelihoods, torch.stack(log_priors)
 
     def _of_network(self, tensors: Sequence[Tensor] | None, batch: Any) -> Tensor:
@@ -211,36 +194,19 @@ class ChainEnergies:
     def _all_at_once(self, chains: StackedChains, batch: Any) -> tuple[Tensor, Tensor]:
         named = dict(zip(chains.names, chains.stacked, strict=True))
         own = isinstance(batch, ChainBatches)
-        network = self._network if self._network is not None else self._vmap_of_network
+        network = self._network if self._network is not None else self._densities.log_likelihoods
         try:
             log_likelihood = network(named, batch.stacked() if own else batch, 0 if own else None)
         except RuntimeError as error:
-            raise self._refusal(error) from error
+            raise vmap_refusal(error, self._model) from error
         check_shape(log_likelihood, chains=True)
-        if not self._own_prior:
-            entries = without_held({n: named[n] for n in self._of_prior}, self._held, 1)
-            return log_likelihood, self._model.prior.log_prob_of_chains(entries)
-        prior = StatelessCall(self._model, type(self._model).log_prior)
-        return log_likelihood, torch.vmap(prior.call)(named)
-
-    def _vmap_of_network(self, named: dict[str, Tensor], batch: Any, batch_axis: int | None) -> Tensor:
-        over_chains = torch.vmap(self._call.call, in_dims=(0, batch_axis), randomness="different")
-        result: Tensor = over_chains(named, batch)
-        return result
-
-    def _refusal(self, error: RuntimeError) -> Exception:
-        layer = layer_at_fault(error, self._model) or "a layer"
-        if "out of memory" in str(error) or type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
-            return error
-        return RuntimeError(
-            f"torch.vmap cannot run {layer} for all chains at once ({str(error).splitlines()[0]}): pass "
-            "chain_execution='loop', which runs one chain after another"
-        )
+        entries = without_held({name: named[name] for name in self._of_prior}, self._densities.held, 1)
+        return log_likelihood, self._densities.log_priors(named, entries)
 
     # -- torch.compile ------------------------------------------------------------------------------------------------
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
-        function = self._vmap_of_network if self._vmapped else self._call.call
+        function = self._densities.log_likelihoods if self._vmapped else self._densities.log_likelihood
         mode = "reduce-overhead" if self.replays else None
         compiled: Callable[..., Tensor] = compiler(function, varies=1, dynamic=False, mode=mode)
         if not self.replays:
@@ -256,10 +222,8 @@ class ChainEnergies:
         return replayed
 
     def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Allocate zero gradients for parameters whose gradients come from a CUDA graph.
-
-        The graph overwrites its outputs at each replay, so already at the next micro-batch.
-        """
+        """Allocate zero gradients for parameters whose gradients come from a CUDA graph, which overwrites its outputs
+        at each replay, so already at the next micro-batch."""
         if not self.replays:
             return
         for parameter in parameters:

@@ -28,15 +28,10 @@ def dropout_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels: bool = False) -> Tensor:
-    """Return a mask that multiplies a layer's input: 1/(1-p) with probability 1-p, else 0, independently.
+    """Return a mask of a layer's input, 1/(1-p) with probability 1-p, else 0, shape (1, …), in the host's memory.
 
-    Args:
-        name: the layer's name in the network; each layer has its own mask.
-        shape: of the input; its first axis is the batch's.
-        whole_channels: whether all elements of a channel, the second axis, have one value.
-
-    Returns:
-        shape (1, …), in the host's memory: one mask for all data.
+    Each layer, by its name in the network, has its own; `shape` is the input's, the batch first. With `whole_channels`
+    all elements of a channel, the second axis, have one value.
     """
     own = (1, *shape[1:2], *[1] * (len(shape) - 2)) if whole_channels else (1, *shape[1:])
     generator = torch.Generator().manual_seed(derive_seed(seed, "mask", name))
@@ -98,17 +93,26 @@ def network_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if not is_prior_state(name)}
 
 
-def slots_of(module: nn.Module) -> dict[str, Home]:
-    """Return where a module takes the plain weights of its expanded layers, by name."""
-    return {expansion.name: (expansion.rule._buffers, PLAIN) for expansion in expansions_of(module)}
+@contextmanager
+def restored(homes: Iterable[Sequence[Home]]) -> Iterator[None]:
+    """Put the tensors that are in some places of a module now back there at the end."""
+    before = [(home, key, home[key]) for places in homes for home, key in places]
+    try:
+        yield
+    finally:
+        for home, key, tensor in before:
+            home[key] = tensor
+
+
+def put(homes: Sequence[Home], tensor: Tensor) -> None:
+    """Put a tensor into all of its places in a module."""
+    for home, key in homes:
+        home[key] = tensor
 
 
 class StatelessCall(nn.Module):
-    """Calls `function(module, *args)` with a sample's tensors instead of the module's own.
-
-    Args:
-        module: the module whose parameters and buffers are replaced; its own are unchanged.
-    """
+    """Calls `function(module, *args)` with a sample's tensors; the module's own parameters and buffers are
+    unchanged."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -120,10 +124,8 @@ class StatelessCall(nn.Module):
         return self._function(self.module, *args)
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
-        """Call the function with the tensors of `state`, by the module's own names.
-
-        If the state has the seed of dropout masks, dropout is active with these masks (see `chains/execution.py`).
-        """
+        """Call the function with the tensors of `state`, by the module's own names; with a seed of dropout masks in it,
+        dropout is active with these masks."""
         renamed = self._renamed
         own = {f"module.{renamed.get(name, name)}": tensor for name, tensor in state.items() if name != MASK_SEED}
         if len(own) == len(state):
@@ -171,21 +173,14 @@ def runs_at_once(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device's memory did not suffice; Apple's says so in words only."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-
-
 def dtype_of(state: State) -> torch.dtype:
     """Return the dtype of a sample's weights, in which its network computes."""
     return next((t.dtype for t in state.values() if t.is_floating_point()), torch.get_default_dtype())
 
 
 def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most: int) -> Iterator[list[Sample]]:
-    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes.
-
-    A larger sample is alone.
-    """
+    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes
+    but for one alone."""
     group: list[Sample] = []
     room, kind = 0.0, torch.float32
     for sample in samples:
@@ -201,45 +196,38 @@ def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most
 
 
 class States:
-    """The states of several samples of one network, for `TogetherCall`.
-
-    Args:
-        states: parameters and buffers of each by name, on one device.
-    """
+    """The states of several samples of one network on one device, parameters and buffers by name, for
+    `TogetherCall`."""
 
     def __init__(self, states: Sequence[State]) -> None:
-        self._each: list[State] = list(states)
+        self.each: list[State] = list(states)
+        """The state of each sample."""
         self._stacked: dict[str, Tensor] | None = None
         self._parts: tuple[int, list[States]] = (0, [])
-        self.device = next((tensor.device for tensor in self._each[0].values()), torch.device("cpu"))
-        self.have_masks = any(MASK_SEED in state for state in self._each)
+        self.device = next((tensor.device for tensor in self.each[0].values()), torch.device("cpu"))
+        self.have_masks = any(MASK_SEED in state for state in self.each)
         """Whether dropout masks belong to the samples, which differ in more than tensors then."""
 
     def __len__(self) -> int:
-        return len(self._each)
+        return len(self.each)
 
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for state in self._each for tensor in state.values())
+        return sum(tensor.nbytes for state in self.each for tensor in state.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights, in which the network computes."""
-        return dtype_of(self._each[0])
-
-    @property
-    def each(self) -> list[State]:
-        """The state of each sample."""
-        return self._each
+        return dtype_of(self.each[0])
 
     @property
     def stacked(self) -> dict[str, Tensor]:
         """The states along a leading axis; the single states become views of them."""
         if self._stacked is None:
-            each = self._each
+            each = self.each
             self._stacked = stacked = {name: torch.stack([state[name] for state in each]) for name in each[0]}
-            self._each = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(len(each))]
+            self.each = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(len(each))]
         return self._stacked
 
     def parts(self, most: int) -> "list[States]":
@@ -252,7 +240,7 @@ class States:
 
     def _part(self, own: slice) -> "States":
         """Return some of the states; what is stacked already is not copied again."""
-        part = States(self._each[own])
+        part = States(self.each[own])
         if self._stacked is not None:
             part._stacked = {name: tensor[own] for name, tensor in self._stacked.items()}
         return part
@@ -261,10 +249,9 @@ class States:
 class TogetherCall:
     """Calls `function(module, *args)` with the tensors of each of several samples instead of the module's own.
 
-    On a CPU the samples run one after another, each with its tensors put in the module's place (`runs_at_once`); bit
-    for bit as that sample alone. On other devices they run at once, by `torch.vmap`, equal up to rounding. Networks
-    that vmap cannot run (their control flow depends on data, or they draw random numbers) run one after another there
-    too. If memory does not suffice for all, fewer run at once.
+    On a CPU the samples run one after another, each in the module's place, bit for bit as that sample alone. On other
+    devices they run at once, by `torch.vmap`, equal up to rounding, unless vmap cannot run the network (its control
+    flow depends on data, or it draws random numbers). If memory does not suffice for all, fewer run at once.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], compiled: bool = False) -> None:
@@ -279,11 +266,7 @@ class TogetherCall:
         """Runs all at once; None once it has failed."""
 
     def __call__(self, states: States, *args: Any) -> Iterator[Any]:
-        """Yield the function's results, one for each state; until the last, the module may have other tensors.
-
-        Args:
-            states: the samples' states, on the module's device.
-        """
+        """Yield the function's results, one for each state; until the last, the module may have other tensors."""
         if states.have_masks or self._together is None or not runs_at_once(states.device):
             return self._one_by_one(states, args)
         return (result for part in states.parts(self._most) for result in self._at_once(part, args))
@@ -298,7 +281,8 @@ class TogetherCall:
             results = self._together(states.stacked, args)
             return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
         except Exception as error:
-            out_of_memory = is_out_of_memory(error)
+            # Apple's devices say so in words only.
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             if out_of_memory and len(states) == 1:
                 raise
         # Outside of the handler, whose error holds all that the failed call has allocated.
@@ -313,24 +297,14 @@ class TogetherCall:
         if states.have_masks:
             yield from (self._alone.call(state, *args) for state in states.each)
             return
-        with _own_tensors(self._module) as places:
+        places = homes_of(self._module)
+        for expansion in expansions_of(self._module):  # expanded layers take their plain weights
+            places[expansion.name] = [(expansion.rule._buffers, PLAIN)]
+        with restored(places.values()):
             for state in states.each:
                 for name, tensor in state.items():
-                    for home, key in places.get(name, ()):
-                        home[key] = tensor
+                    put(places.get(name, ()), tensor)
                 yield self._function(self._module, *args)
-
-
-@contextmanager
-def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[Home]]]:
-    """Yield where a module keeps each of its tensors, by name; restore them at the end."""
-    places = homes_of(module) | {name: [slot] for name, slot in slots_of(module).items()}
-    before = [(home, key, home[key]) for homes in places.values() for home, key in homes]
-    try:
-        yield places
-    finally:
-        for home, key, tensor in before:
-            home[key] = tensor
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -346,8 +320,8 @@ class _Held:
 def free_graphs() -> None:
     """Free the memory of CUDA graphs after a fit that replayed them.
 
-    Torch frees it with all compiled code of the process, which is compiled again at its next call: the activations of
-    all chains are worth more than the seconds.
+    Torch frees it with all compiled code of the process: the activations of all chains are worth the seconds to
+    compile.
     """
     if _Held.contexts:
         _Held.waiting = True

@@ -66,12 +66,7 @@ class ChainLayout:
         return reduced
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return the values of all chains of the run, in their order.
-
-        Args:
-            tensor: this process's values, its chains along `dim`.
-            dim: the chain axis.
-        """
+        """Return the values of all chains of the run, in their order, from this process's, along the chain axis."""
         if not self.is_spread:
             return tensor
         return torch.cat(self.strategy.gather_groups(tensor), dim)
@@ -91,12 +86,9 @@ class ChainLayout:
         return own if self.num_chains > 1 else own[0]
 
     def collect(self, own: list[Any]) -> list[Any]:
-        """Return an object of plain values and tensors for each chain of the run, for a checkpoint.
+        """Return an object of plain values and tensors, of one structure, for each chain of the run, for a checkpoint.
 
         All processes call it; other processes than the first, which writes the checkpoint, may return their own.
-
-        Args:
-            own: one object for each chain of this process, of one structure for all chains.
         """
         groups = self.strategy.collect(own) if self.is_spread else None
         return own if groups is None else [one for group in groups for one in group]
@@ -122,23 +114,15 @@ class ChainLayout:
 
 
 def mean_over_ranks(tensor: Tensor, device: torch.device, ranks: int, group: Any = None) -> Tensor:
-    """Return the mean over ranks; a strategy's own `reduce` also waits for all of them at a barrier.
-
-    Args:
-        group: theirs; None means all ranks.
-    """
+    """Return the mean over a group's ranks, None for all; a strategy's own `reduce` also waits for all at a barrier."""
     total = tensor.to(device, copy=True)
     dist.all_reduce(total, group=group)
     return (total / ranks).to(tensor.device)
 
 
 def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
-    """Return how a trainer's strategy lays the chains out.
-
-    Args:
-        trainer: the run's; None means one process.
-        num_chains: C, chains in each process.
-    """
+    """Return how a trainer's strategy lays out the chains, with C in each process; without a trainer there is one
+    process."""
     if trainer is None:
         return ChainLayout(num_chains=num_chains, total_chains=num_chains)
     strategy = trainer.strategy
@@ -155,9 +139,9 @@ def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
 class ProcessRuns:
     """The runs of a process that were given no seed, so that each takes one of its own from `seed_everything`'s.
 
-    The first takes the seed itself. A later one takes a function of it and of the place where torch's default generator
-    is when the run begins. So a loop's runs differ, and a run at the place of an earlier one repeats it: after
-    `seed_everything` with the same code, as in plain Lightning.
+    The first takes the seed itself, a later one a function of it and of the place where torch's default generator is
+    when it begins. So a loop's runs differ, and after `seed_everything` the same code repeats its runs, as in plain
+    Lightning.
     """
 
     def __init__(self) -> None:
@@ -211,8 +195,7 @@ def present_place() -> str:
 class FitSeeds:
     """The seed of a module's run, and of the present one of its fits: each fit draws anew, and continues the chains.
 
-    Args:
-        given: the module's argument; None takes `seed_everything`'s (see `ProcessRuns`), or a random one.
+    `given` is the module's argument; None takes `seed_everything`'s (see `ProcessRuns`), or a random one.
     """
 
     def __init__(self, given: int | None) -> None:
@@ -240,11 +223,7 @@ class FitSeeds:
         return self.given if self.given is not None else stated_seed(text) if text else self.run
 
     def begin(self, trainer: pl.Trainer | None, starts: bool) -> None:
-        """Choose the coming fit's seed; all ranks do, since they take the first one's.
-
-        Args:
-            trainer: the run's; None outside a run.
-        """
+        """Choose the coming fit's seed; all ranks do, since they take the first one's."""
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if fitting or starts:
             self._choose(trainer)
@@ -266,11 +245,7 @@ class FitSeeds:
             self.run = int(trainer.strategy.broadcast(seed)) if trainer is not None else seed
 
     def resume(self, seed: int | None, fits: int) -> None:
-        """Let the coming fit be a checkpoint's, or the one after it.
-
-        Args:
-            seed: the run's seed in the checkpoint; None keeps the present one.
-        """
+        """Let the coming fit be a checkpoint's, or the one after it; a seed of None keeps the present one."""
         self.run, self.fits = self.run if seed is None else seed, fits
 
     def end_fit(self) -> None:
@@ -294,13 +269,8 @@ def stated_seed(text: str) -> int:
 
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: str | None = None) -> Any:
-    """Return a group of ranks; all ranks of the run make each group, in the same order.
-
-    Args:
-        ranks: theirs; None means all.
-        timeout: the strategy's, after which an operation fails that a rank does not join; None is torch's.
-        backend: "gloo" for tensors in host memory, None for the run's own.
-    """
+    """Return a group of some ranks, or of all; all ranks of the run make each group, in the same order. The backend
+    "gloo" is for tensors in host memory."""
     with naming_the_network():
         return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
@@ -309,8 +279,8 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: s
 def naming_the_network() -> Iterator[None]:
     """Let an error of gloo's connections name what the user can set.
 
-    gloo connects by the address that the host's own name has, which on many clusters is none of the network between the
-    nodes, also where NCCL finds that network.
+    gloo connects by the address of the host's own name, which on many clusters is none of the network between the
+    nodes.
     """
     try:
         yield

@@ -11,22 +11,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.loader import ChainBatches
-from lightning_sgmcmc.chains.execution import StatelessCall, evaluation_mode, state_of, undisturbed_generators
+from lightning_sgmcmc.chains.density import Densities
+from lightning_sgmcmc.chains.execution import evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.expansion import plain_type
-from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
-from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
+from lightning_sgmcmc.model import EnergyModel, check_shape
+from lightning_sgmcmc.priors.held import sampled_columns, without_held
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
 
 class Found(NamedTuple):
-    """The energies of a batch. Where a graph is replayed, the next call overwrites the first and the last.
+    """The energies of a batch; the next replay of a graph overwrites the first and the last.
 
-    Attributes:
-        loss: the sum of Ũ/N over the chains with its graph, shape ().
-        numbers: Ũ/N and log p(θ), shape (2, C).
-        each: log p(y|x,θ) of each datum, shape (C, n).
+    They are the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and log p(y|x,θ)
+    of each datum, shape (C, n).
     """
 
     loss: Tensor
@@ -42,11 +41,8 @@ class RowEnergies:
 
     Args:
         chains: its stacked tensors; None for a single unstacked chain.
-        num_data: N.
-        compiler: compiles the function as `torch.compile` does; None leaves it as it is.
-        unrolled: whether the chains are written out one by one in the function instead of `torch.vmap`; None measures
-            which is faster where graphs are replayed (see `chains.forms`), and is `torch.vmap` elsewhere, unless vmap
-            cannot run a layer (an LSTM).
+        unrolled: whether the chains are written out one by one instead of `torch.vmap`; None measures which is faster
+            where graphs are replayed, and is `torch.vmap` elsewhere, unless vmap cannot run a layer (an LSTM).
     """
 
     def __init__(
@@ -69,16 +65,14 @@ class RowEnergies:
         """The sampled parameters, in the order of the columns."""
         self._others = {name: tensor for name, tensor in named.items() if id(tensor) not in place}
         """Frozen parameters, buffers and the prior's tensors."""
-        self._likelihood = StatelessCall(model, type(model).log_likelihood)
-        self._own_prior = StatelessCall(model, type(model).log_prior) if overrides(model, "log_prior") else None
-        self._prior = model.prior
+        self._densities = Densities(model)
         sampled = dict(zip(self._names, flat.parameters, strict=True))
-        self._held = held_rows(model)
+        self._held = self._densities.held
         self._columns = sampled_columns(self._with_axis(sampled), self._held, 1)
         """The stretches of columns that are sampled, if a row of some parameter is held."""
         # On a CPU the sum over tensors stays as it is, bit for bit.
         self._of_rows = None
-        if self._own_prior is None and (compiler is not None or flat.values.device.type != "cpu"):
+        if not self._densities.has_own_prior and (compiler is not None or flat.values.device.type != "cpu"):
             everything = self._with_axis(sampled | _of_prior(self._others))
             self._of_rows = model.prior.of_rows(without_held(everything, self._held, 1))
         self._replays = compiler is not None and flat.values.device.type == "cuda"
@@ -132,15 +126,15 @@ class RowEnergies:
         named = dict(zip(self._names, self._flat.split(leaf), strict=True))
         # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
         if self._chains is None:
-            each = self._likelihood.call({**named, **others}, batch)[None]
+            each = self._densities.log_likelihood({**named, **others}, batch)[None]
         elif self._unrolled:
             chains = range(self._chains.num_chains)
             own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
             columns = {name: tensor.unbind(0) for name, tensor in named.items()}
-            each = torch.stack([self._likelihood.call(_row({**columns, **others}, c), own[c]) for c in chains])
+            states = [_row({**columns, **others}, chain) for chain in chains]
+            each = torch.stack([self._densities.log_likelihood(states[c], own[c]) for c in chains])
         else:
-            over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness="different")
-            each = over_chains({**named, **others}, batch)
+            each = self._densities.log_likelihoods({**named, **others}, batch, batch_axis)
         check_shape(each, chains=True)
         log_prior, mean = self._log_prior(leaf, named, others), weighed(each, factor)
         if isinstance(inverse, Tensor):
@@ -150,16 +144,15 @@ class RowEnergies:
         return potential.sum(), torch.stack([potential.detach(), log_prior.detach()]), each.detach()
 
     def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
-        if self._own_prior is not None:
-            if self._chains is None:
-                return torch.stack([self._own_prior.call({**named, **others})])
-            result: Tensor = torch.vmap(self._own_prior.call)({**named, **others})
-            return result
+        everything = {**named, **others}
+        if self._densities.has_own_prior and self._chains is None:
+            return torch.stack([self._densities.log_prior(everything)])
         state = self._with_axis(_of_prior(others))
         if self._of_rows is not None:
             rows = torch.cat([leaf[:, part] for part in self._columns], 1) if self._held else leaf
             return self._of_rows(rows, state)
-        return self._prior.log_prob_of_chains(without_held({**self._with_axis(named), **state}, self._held, 1))
+        entries = without_held({**self._with_axis(named), **state}, self._held, 1)
+        return self._densities.log_priors(everything, entries)
 
     def _with_axis(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors with a leading axis of chains."""
@@ -213,8 +206,7 @@ def _of_prior(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # Which form of one function of all chains is faster on a GPU: `torch.vmap`, or the chains written out one by one.
 #
 # `torch.vmap` makes one grouped convolution of the chains' convolutions, for which cuDNN may have no fast kernel, and
-# one batched product of their matrices, which is fast. So only a network with convolutions is measured, and only them.
-
+# one batched product of their matrices, which is fast. So only convolutions are measured.
 
 Seconds = Callable[[Callable[[], Any]], float]
 MOST_CHAINS = 8
@@ -263,14 +255,8 @@ def convolutions_of(model: nn.Module) -> Iterator[list[Convolution]]:
 def unrolled_is_faster(
     convolutions: Sequence[Convolution], chains: int, device: torch.device, seconds: Seconds | None = None
 ) -> bool:
-    """Return whether convolutions of each chain by itself take less time on a device than grouped ones of all chains.
-
-    It is measured once in a process, forward and backward.
-
-    Args:
-        chains: C.
-        seconds: measures the time of a call; None takes the kernels' time from torch's profiler.
-    """
+    """Return whether convolutions of each chain by itself take less time on a device than grouped ones of all chains,
+    as measured once in a process, forward and backward; `seconds` defaults to the kernels' time."""
     if not convolutions or chains > MOST_CHAINS:
         return False
     key = (*sorted(map(repr, convolutions)), chains, str(device))

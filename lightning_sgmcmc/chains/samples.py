@@ -10,10 +10,15 @@ from torch import Tensor
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.diagnostics.draws import within_groups
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import EnergyModel, of_prior
+from lightning_sgmcmc.model import of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.tensors import STATISTICS, as_rows, exact, exact_device
+
+Parts = dict[str, dict[str, Tensor]]
+"""A sample's parameters, buffers and scales, each by name."""
+PARTS = ("parameters", "buffers", "scales")
+"""The fields of a sample that hold tensors by name."""
 
 
 @dataclass(repr=False)
@@ -97,10 +102,8 @@ def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> Sa
 
 
 def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
-    """Return the samples' log-weights with one constant for all, shape (S,), float64.
-
-    They are those of the records, or normalised within each chain if the records' are not comparable.
-    """
+    """Return the samples' log-weights, shape (S,), float64, with one constant for all: the records', or normalised
+    within each chain if those are not comparable."""
     log_weights = torch.tensor([record.log_weight for record in records], dtype=torch.float64)
     if all(record.comparable for record in records):
         return log_weights
@@ -109,24 +112,18 @@ def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
 
 def on_cpu(sample: PosteriorSample) -> PosteriorSample:
     """Return a copy of a sample in the host's memory; tensors that it shares with others are not copied."""
-    parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
-    buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
-    scales = {k: v.detach().to("cpu", copy=True) for k, v in sample.scales.items()}
-    return replace(sample, parameters=parameters, buffers=buffers, scales=scales)
+    copies: dict[str, Any] = {}
+    for part in PARTS:
+        copies[part] = {k: v.detach().to("cpu", copy=True) for k, v in getattr(sample, part).items()}
+    return replace(sample, **copies)
 
 
 # -- transfers ---------------------------------------------------------------------------------------------------------
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which a CUDA device makes while the host continues.
-
-    They go to pinned memory, and one event says that all of them are complete. Tensors on other devices are copied at
-    once. The originals may be changed afterwards.
-
-    Args:
-        tensors: tensors on the host, and on one other device.
-    """
+    """Copies of tensors in pinned host memory, which a CUDA device makes while the host continues; one event says that
+    all are complete. Tensors on other devices are copied at once. The originals may be changed afterwards."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: Any = None
@@ -155,20 +152,11 @@ def _copy(tensor: Tensor) -> Tensor:
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-Parts = dict[str, dict[str, Tensor]]
-"""A sample's parameters, buffers and scales, each by name."""
-PARTS = ("parameters", "buffers", "scales")
-"""The fields of a sample that hold tensors by name."""
-
-
 class FlatStates:
     """Copies of the states of C chains: for each dtype one tensor (C, P), with a row for each chain.
 
     Each tensor begins at an even column, so that pairs of numbers in its last axis can be viewed as complex ones.
-
-    Args:
-        parts: parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
-        num_chains: C.
+    `parts` are the parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Tensor]], num_chains: int) -> None:
@@ -204,13 +192,9 @@ class FlatStates:
         return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:
-        """Return for each chain whether a parameter or running statistic may be NaN or infinite, or another buffer NaN;
-        masks often have infinities.
-
-        A sum of finite numbers may overflow, so a suspect is to be examined; other chains are sound.
-
-        Returns:
-            shape (C,), bool, on the device.
+        """Return for each chain, shape (C,), whether a parameter or running statistic may be NaN or infinite, or
+        another buffer NaN (masks often have infinities). A sum of finite numbers may overflow, so a suspect is to be
+        examined.
         """
         found: list[Tensor] = []
         for dtype, flat in self.flat.items():
@@ -224,12 +208,7 @@ class FlatStates:
 
 
 class Drawing:
-    """Samples that are drawn together.
-
-    Args:
-        states: the flat states of which their tensors are views; None if they are tensors of their own.
-        rows: the row of each sample in these.
-    """
+    """Samples that are drawn together, each of tensors of its own or of views of a row of the flat states."""
 
     def __init__(
         self, samples: Sequence[PosteriorSample], states: FlatStates | None = None, rows: Sequence[int] = ()
@@ -240,10 +219,8 @@ class Drawing:
         self._copies: HostCopies | None = None
 
     def host_copy(self, sample: PosteriorSample) -> Callable[[], PosteriorSample]:
-        """Return a function that returns the sample in host memory, once the device has copied it.
-
-        The first call begins one copy of all samples of the drawing.
-        """
+        """Return a function that returns the sample in host memory, once the device has copied it with the whole
+        drawing."""
         place = next((i for i, own in enumerate(self.samples) if own is sample), None)
         if place is None:
             return Drawing([sample]).host_copy(sample)
@@ -264,17 +241,15 @@ class Drawing:
     def _on_host(self, place: int) -> PosteriorSample:
         assert self._copies is not None
         copies, sample = self._copies.wait(), self.samples[place]
+        parts: dict[str, Any] = {}
         if self._states is not None:
             flat = dict(zip(self._states.flat, copies, strict=True))
-            return _with_parts(sample, self._states.of_chain(self._rows[place], flat))
+            parts = self._states.of_chain(self._rows[place], flat)
+            return replace(sample, **parts)
         remaining = iter(copies)
         for own in self.samples[: place + 1]:
             parts = {part: {name: next(remaining) for name in getattr(own, part)} for part in PARTS}
-        return _with_parts(sample, parts)
-
-
-def _with_parts(sample: PosteriorSample, parts: Parts) -> PosteriorSample:
-    return replace(sample, parameters=parts["parameters"], buffers=parts["buffers"], scales=parts["scales"])
+        return replace(sample, **parts)
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
@@ -318,9 +293,8 @@ def check_replicas(chains: Chains, step: int) -> None:
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[Drawing]:
     """Return the chains' current states as samples, one per chain of the run, in their order.
 
-    The states are copied together, and their numbers are read together, so the host waits for the device once. The
-    claim "expand samples" turns each state into `tags.draws` samples. A drawing has at most as many samples as this
-    process has chains; all processes iterate over the drawings together.
+    The states are copied and their numbers read together, so the host waits for the device once. The claim "expand
+    samples" turns each state into `tags.draws` samples. All processes iterate over the drawings together.
     """
     frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
     if frozen is not None:
@@ -350,7 +324,7 @@ def _flat_states(chains: Chains) -> FlatStates:
     model, scales = chains.model, []
     for index in range(chains.num_chains):
         with chains.at(index):
-            scales.append(present_scales(model))
+            scales.append(model.prior.scales(of_prior(model)) if isinstance(model.prior, HierarchicalPrior) else {})
     together = scales[0]
     if chains.num_chains > 1:
         together = {name: torch.stack([own[name] for own in scales]) for name in scales[0]}
@@ -427,10 +401,3 @@ def _batched(samples: Iterable[PosteriorSample], size: int) -> Iterator[list[Pos
             together = []
     if together:
         yield together
-
-
-def present_scales(model: EnergyModel) -> dict[str, Tensor]:
-    """Return the standard deviations of a hierarchical prior by parameter, of the chain whose tensors a model holds."""
-    if not isinstance(model.prior, HierarchicalPrior):
-        return {}
-    return model.prior.scales(of_prior(model))

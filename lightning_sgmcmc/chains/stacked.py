@@ -13,18 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from lightning_sgmcmc.chains.execution import homes_of
+from lightning_sgmcmc.chains.execution import homes_of, put, restored
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
 
 class StackedChains:
-    """The stacked tensors of a module and their slices, one for each chain.
-
-    Args:
-        module: the module with one chain's tensors; they are replaced by stacked ones.
-        num_chains: C.
-    """
+    """The stacked tensors of a module and their slices, one for each chain; they replace the module's own."""
 
     def __init__(
         self,
@@ -40,18 +35,19 @@ class StackedChains:
         self.names = list(homes)
         self.num_parameters = sum(1 for name, _ in module.named_parameters() if name not in shared)
         mask_padding(module)
-        given = [tensor.detach().clone() for tensor in self._present()]
+        given = [tensor.detach().clone() for tensor in self.stacked]
         starts = []
         for chain in range(num_chains):
             with torch.no_grad():
                 initialise(chain)
-                starts.append([tensor.detach().clone() for tensor in self._present()])
-                for tensor, value in zip(self._present(), given, strict=True):
+                starts.append([tensor.detach().clone() for tensor in self.stacked])
+                for tensor, value in zip(self.stacked, given, strict=True):
                     tensor.copy_(value)
-        for index, one in enumerate(self._present()):
+        for index, one in enumerate(self.stacked):
             stacked = torch.stack([start[index] for start in starts])
-            self._put(index, nn.Parameter(stacked, one.requires_grad) if isinstance(one, nn.Parameter) else stacked)
-        self._dim = self._present()[0].dim()
+            is_parameter = isinstance(one, nn.Parameter)
+            put(self.homes[index], nn.Parameter(stacked, one.requires_grad) if is_parameter else stacked)
+        self._dim = self.stacked[0].dim()
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = []
@@ -67,17 +63,9 @@ class StackedChains:
 
     # -- the tensors --------------------------------------------------------------------------------------------------
 
-    def _present(self) -> list[Tensor]:
-        """Return the module's current tensors."""
-        return [places[0][0][places[0][1]] for places in self.homes]
-
-    def _put(self, index: int, tensor: Tensor) -> None:
-        for home, key in self.homes[index]:
-            home[key] = tensor
-
     def refresh(self) -> None:
         """Renew the slices if the module has been moved, converted or copied."""
-        present = self._present()
+        present = self.stacked
         if self._slices and all(
             a is b and a.data_ptr() == s.data_ptr()
             for a, b, s in zip(present, self._stacked, self._slices[0], strict=True)
@@ -99,8 +87,8 @@ class StackedChains:
 
     @property
     def stacked(self) -> list[Tensor]:
-        """The stacked tensors, parameters first, while the module is at rest."""
-        return self._present()
+        """The module's present tensors, parameters first: the stacked ones while it is at rest."""
+        return [places[0][0][places[0][1]] for places in self.homes]
 
     @property
     def slices(self) -> list[list[Tensor]]:
@@ -115,22 +103,16 @@ class StackedChains:
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Temporarily replace the module's tensors by these.
-
-        A buffer that the module reassigns meanwhile is copied into the given one.
-        """
-        before = self._present()
-        try:
-            for index, tensor in enumerate(tensors):
-                self._put(index, tensor)
+        """Temporarily replace the module's tensors by these; a buffer that the module reassigns is copied into the
+        given one."""
+        with restored(self.homes):
+            for homes, tensor in zip(self.homes, tensors, strict=True):
+                put(homes, tensor)
             yield
             for index in range(self.num_parameters, len(tensors)):
                 home, key = self.homes[index][0]
                 if home[key] is not tensors[index]:
                     tensors[index].copy_(home[key])
-        finally:
-            for index, tensor in enumerate(before):
-                self._put(index, tensor)
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
@@ -154,12 +136,8 @@ class StackedChains:
                 piece.grad = None
 
     def collect_gradients(self, flat: FlatParameters | None = None) -> None:
-        """Copy the slices' gradients to the stacked parameters, in persistent buffers.
-
-        Args:
-            flat: the stacked parameters as rows of one tensor, whose `gradients` are these buffers; None for buffers of
-                their own, also where a parameter has no gradient.
-        """
+        """Copy the slices' gradients to the stacked parameters, in persistent buffers: those of the rows `flat`, or
+        buffers of their own, also where a parameter has no gradient."""
         if flat is not None and self._collect_rows(flat):
             return
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
@@ -201,11 +179,8 @@ class StackedChains:
 
 
 def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
-    """Scale each chain's gradient down to a norm of at most `limit`, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        gradients: tensors with a leading chain axis.
-    """
+    """Scale each chain's gradient, along the leading axis, down to a norm of at most `limit`, as torch's
+    `clip_grad_norm_` does."""
     for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
         norm = nn.utils.get_total_norm(pieces)
         torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -215,13 +190,8 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
 
 
 def prepare_layers(model: nn.Module) -> None:
-    """Raise for layers that cannot be sampled, and let embeddings have dense gradients.
-
-    The prior's gradient is dense, so sparse ones save nothing, and they cannot be computed for chains together.
-
-    Args:
-        model: the model; which parameters require gradients is known.
-    """
+    """Raise for layers that cannot be sampled, and let embeddings have dense gradients: the prior's is dense, so sparse
+    ones save nothing, and they cannot be computed for chains together."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
@@ -256,10 +226,9 @@ def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise if a hook changes the gradient of something that is sampled.
-
-    The chain would follow another force than that of U, and a masked entry would not stay: it has noise and a prior. A
-    hook of a tensor is called here with a made-up gradient; one that returns None or what it got is accepted.
+    """Raise if a hook changes the gradient of something that is sampled: the chain would follow another force than that
+    of U, and a masked entry would not stay. A tensor's hook is called with a made-up gradient, to see whether it
+    changes it.
     """
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
@@ -301,10 +270,8 @@ def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool
 
 
 def mask_padding(model: nn.Module) -> None:
-    """Let no gradient pass through the outputs of embeddings at `padding_idx`, for good.
-
-    The padding row has no gradient of the likelihood. Under `torch.vmap` torch masks that row of the first chain only.
-    """
+    """Let no gradient pass through the outputs of embeddings at `padding_idx`, for good: that row has none of the
+    likelihood, and under `torch.vmap` torch masks the first chain's only."""
     padded = (part for part in model.modules() if isinstance(part, nn.Embedding) and part.padding_idx is not None)
     for part in padded:
         if _without_padding not in part._forward_hooks.values():

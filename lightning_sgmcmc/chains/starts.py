@@ -1,4 +1,4 @@
-"""Where chains start, the layers that an exception names, and the tensors that chains share."""
+"""Where chains start, and the tensors that chains share."""
 
 import pickle
 import warnings
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_sgmcmc.chains.execution import homes_of, state_of
+from lightning_sgmcmc.chains.execution import homes_of, put, restored, state_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
@@ -56,11 +56,7 @@ def start_chain(
     initialise: Callable[[int], None],
     shared: frozenset[str] = frozenset(),
 ) -> None:
-    """Write a chain's initial state to a model's tensors.
-
-    Args:
-        model: the model, with one chain's tensors, changed in place.
-    """
+    """Write a chain's initial state to the tensors of a model with one chain's."""
     chain, total = layout.chains[index], layout.total_chains
     if not isinstance(start, str):
         if len(start) != total:
@@ -73,7 +69,11 @@ def start_chain(
         common = {id(tensor): name for name, tensor in state_of(model).items() if name in shared}
         for tensor, value in _fitting(model, read_state(start[chain], chain), chain, total):
             if index > 0 and id(tensor) in common:
-                _check_common(tensor, value, common[id(tensor)], chain)
+                if not torch.equal(tensor, value.to(tensor)):
+                    raise ValueError(
+                        f"chain_start[{chain}] has other values of '{common[id(tensor)]}' than the first chain's, and "
+                        "all chains share what is not sampled: pass states with the same values of it, or sample it"
+                    )
             else:
                 tensor.copy_(value)
     elif start == "own" and chain > 0:
@@ -82,15 +82,6 @@ def start_chain(
             reseed_everything(own := derive_seed(seed, "start", chain))
             reseed(own, device)
             initialise(chain)
-
-
-def _check_common(tensor: Tensor, value: Tensor, name: str, chain: int) -> None:
-    """Raise ValueError unless a chain's state has the first chain's values of a tensor that all chains share."""
-    if not torch.equal(tensor, value.to(tensor)):
-        raise ValueError(
-            f"chain_start[{chain}] has other values of '{name}' than the first chain's, and all chains share what is "
-            "not sampled: pass states with the same values of it, or sample it"
-        )
 
 
 def check_files(start: ChainStart, chains: Sequence[int]) -> None:
@@ -120,10 +111,8 @@ def text_of_start(start: ChainStart) -> Any:
 
 
 def read_state(entry: "Mapping[str, Tensor] | str | Path", chain: int) -> dict[str, Tensor]:
-    """Return a state by name: a state dict itself, or that of a checkpoint, a torch file or a sample file.
-
-    Files are read without running any code of theirs.
-    """
+    """Return a state by name: a state dict itself, or that of a checkpoint, a torch file or a sample file, of which no
+    code is run."""
     what = f"chain_start[{chain}]"
     content: Any = entry
     if not isinstance(entry, Mapping):
@@ -177,12 +166,7 @@ def _fitting(model: nn.Module, state: dict[str, Tensor], chain: int, total: int)
 
 
 def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | None) -> None:
-    """Draw a chain's initial state into a module's tensors; warn if a layer keeps its values.
-
-    Args:
-        module: the module, changed in place.
-        rebuild: creates another module as the user did; None if unknown.
-    """
+    """Draw a chain's initial state into a module's tensors, as `draw_start` does; warn if a layer keeps its values."""
     kept = draw_start(module, rebuild)
     if kept and chain == 1:  # in the one process that holds chain 1
         warnings.warn(
@@ -193,12 +177,8 @@ def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | Non
 
 
 def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> list[str]:
-    """Reinitialise a module's trainable parameters, by its constructor or else by its layers.
-
-    Args:
-        module: the module, changed in place.
-        rebuild: creates another one as the user did; None if unknown.
-    """
+    """Reinitialise a module's trainable parameters in place, by its constructor (`rebuild`) or else by its layers;
+    return the names of those that keep their values."""
     own, shared = state_of(module), shared_names(module)
     kept = [own[name].detach() for name in shared]
     kept += [own[name].detach()[row] for name, row in held_rows(module).items()]
@@ -225,18 +205,6 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
 
 
-def layer_at_fault(error: BaseException, module: nn.Module) -> str | None:
-    """Return the name of the innermost layer of a module that raised an exception, or None."""
-    names = {id(part): f"'{name}' ({type(part).__name__})" for name, part in module.named_modules() if name}
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        found = names.get(id(owner), found)
-        trace = trace.tb_next
-    return found
-
-
 # -- sharing -----------------------------------------------------------------------------------------------------------
 
 # What of a network is sampled, and what all chains share: frozen parameters, and the buffers of frozen parts.
@@ -251,13 +219,8 @@ LIKELIHOOD = "likelihood."
 
 
 def freeze(module: nn.Module, sampled: Sequence[str], argument: str = "sampled") -> None:
-    """Set `requires_grad` of a network's parameters: those that a pattern matches are sampled, the others frozen.
-
-    Parameters of the likelihood, such as a learned noise scale, are left as they are.
-
-    Args:
-        module: the module, changed in place.
-    """
+    """Set `requires_grad` of a network's parameters: those that a pattern matches are sampled, the others frozen, and
+    those of the likelihood, such as a learned noise scale, left as they are."""
     names = [name for name, _ in module.named_parameters() if not name.startswith(LIKELIHOOD)]
     for pattern in sampled:
         if not any(_matches(name, pattern) for name in names):
@@ -287,11 +250,8 @@ def frozen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the tensors that all chains share; none if no parameter is frozen.
-
-    They are the frozen parameters, the buffers of `frozen_parts`, and, beside frozen parameters, buffers that a state
-    dict leaves out, which are constants.
-    """
+    """Return the names of the tensors that all chains share: the frozen parameters, the buffers of `frozen_parts`, and,
+    beside frozen parameters, buffers that a state dict leaves out, which are constants."""
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     if not frozen:
         return frozenset()
@@ -312,10 +272,8 @@ def keys_of(module: nn.Module, names: frozenset[str]) -> set[str]:
 class Sharing:
     """What the chains of a module share, since it is not sampled.
 
-    Attributes:
-        sampled: patterns of the sampled parameters' names; None samples those that require gradients.
-        dropout: whether frozen parts drop out in training.
-        names: of the shared tensors, once chains begin; those of stacked chains stay as they are.
+    `sampled` are patterns of the sampled parameters' names (None samples those that require gradients), and `dropout`
+    says whether frozen parts drop out in training. `names` are those of the shared tensors, once chains begin.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -345,10 +303,8 @@ class Sharing:
         return {name: tensor.detach() for name, tensor in state.items() if name in self.names}
 
     def agree(self, layout: ChainLayout) -> None:
-        """Take the first process's shared tensors, once: networks that the processes drew without a seed differ.
-
-        All processes call it together.
-        """
+        """Take the first process's shared tensors, once; all processes call it, whose networks may be drawn without a
+        seed."""
         if self.names and layout.is_spread and layout.strategy is not None and not self._agreed:
             layout.strategy.share_first(self.tensors().values())
             self._agreed = True
@@ -399,23 +355,13 @@ class Holder:
         """Return a context in which the module has these tensors; `tensors` come by name, on any device."""
         if tensors and not self._places:
             self._places = homes_of(self._module)
-        before = []
-        for name, tensor in tensors.items():
-            home, key = self._places[name][0]
-            own = home[key]
-            other = self._other(name, own, tensor)
-            if other is not None:
-                before.append((name, own))
-                self._put(name, other)
-        try:
+        with restored(self._places[name] for name in tensors):
+            for name, tensor in tensors.items():
+                home, key = self._places[name][0]
+                other = self._other(name, home[key], tensor)
+                if other is not None:
+                    put(self._places[name], other)
             yield
-        finally:
-            for name, own in before:
-                self._put(name, own)
-
-    def _put(self, name: str, tensor: Tensor) -> None:
-        for home, key in self._places[name]:
-            home[key] = tensor
 
     def _other(self, name: str, own: Tensor, tensor: Tensor) -> Tensor | None:
         """Return what is to take the place of a module's own tensor, or None if that has the same values."""

@@ -36,12 +36,7 @@ class StepEnergy:
 
 @dataclass
 class ValidationLoss:
-    """The mean of -log p(y|x,θ) over validation data, for each chain, added up batch by batch.
-
-    Attributes:
-        total: the sum so far, shape (C,), float64; None before the first batch.
-        count: number of data.
-    """
+    """The sum of -log p(y|x,θ) over validation data, of each chain, shape (C,), float64, and the number of data."""
 
     total: Tensor | None = None
     count: int = 0
@@ -90,11 +85,7 @@ class ObservedEnergy:
         return self.mean_potential.reshape(-1) * self.num_data
 
     def corrected(self, include_prior: bool) -> Tensor:
-        """Return Ũ with its control variate, shape (C,), float64, in nats.
-
-        Args:
-            include_prior: whether to include -log p(θ), as the potential does.
-        """
+        """Return Ũ with its control variate, and with -log p(θ) if wanted, shape (C,), float64, in nats."""
         energy = exact(self.mean_potential).reshape(-1) * self.num_data
         if self.correction is not None:
             energy = energy + self.correction
@@ -136,11 +127,8 @@ class Accumulation:
     def advance(self, batch_idx: int, accumulated: int, batches: float, is_last: bool) -> tuple[int, int]:
         """Advance to a micro-batch; return its index in the step and the number by which to divide its gradient.
 
-        That number is the step's micro-batches. A loader of unknown length may end in mid-step: the step then has fewer
-        micro-batches than its gradients were divided by, and `rescaling` corrects them.
-
-        Args:
-            batches: micro-batches of the epoch, infinite if unknown; its last step may be shorter.
+        That number is the step's micro-batches. A loader of unknown length (`batches` is infinite) may end in mid-step:
+        the step then has fewer micro-batches than its gradients were divided by, and `rescaling` corrects them.
         """
         position = batch_idx % accumulated
         expected = int(min(accumulated, batches - (batch_idx - position)))
@@ -216,12 +204,7 @@ class SampleTags:
 
 @dataclass
 class Counters:
-    """Counters of a fit.
-
-    Attributes:
-        gradient_evaluations: per-datum gradients computed for each chain, over all passes and ranks.
-        skipped_steps: steps skipped because their energy or gradient was not finite.
-    """
+    """Per-datum gradients of each chain over all passes and ranks, and the steps skipped since they were not finite."""
 
     gradient_evaluations: int = 0
     skipped_steps: int = 0
@@ -229,12 +212,8 @@ class Counters:
 
 @dataclass
 class Pulse:
-    """The progress of the process's main thread, for other ranks (see `run/ranks.py`).
-
-    Attributes:
-        count: events so far: batches begun, losses and gradients computed, batches ended.
-        busy: whether the main thread may do without events for any time, as in a validation.
-    """
+    """The progress of the process's main thread for other ranks: its events so far, and whether it may be long without
+    one."""
 
     count: int = 0
     busy: bool = True

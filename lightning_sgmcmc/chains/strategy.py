@@ -24,29 +24,9 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
 
-def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dict[str, Tensor]:
-    """Return the tensors of all chains.
-
-    Args:
-        parts: the tensors of each process, in the order of the chains.
-        chains_each: C.
-    """
-    return {name: _join([part[name] for part in parts], chains_each) for name in parts[0]}
-
-
-def split_tensors(whole: Mapping[str, Tensor], layout: ChainLayout) -> dict[str, Tensor]:
-    """Return a process's part of what `join_tensors` returned."""
-    return {name: _split(tensor, layout) for name, tensor in whole.items()}
-
-
 def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return the sampler state of all chains.
-
-    Args:
-        parts: each process's sampler `state_dict`, in the order of the chains.
-        chains_each: C.
-        shapes: shapes of the parameters in each process.
-    """
+    """Return the sampler state of all chains from each process's, in their order; `shapes` are those in each
+    process."""
     first = parts[0]
     own_axis = first["sampler"]["per_chain_state"]
     state: dict[Any, dict[str, Any]] = {}
@@ -73,11 +53,7 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
 
 
 def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return a process's part of what `join_sampler` returned.
-
-    Args:
-        shapes: shapes of the parameters in this process.
-    """
+    """Return a process's part of what `join_sampler` returned; `shapes` are those of its parameters."""
     if "sampler" not in whole:
         return whole
     if whole["sampler"]["num_chains"] != layout.total_chains:
@@ -141,11 +117,7 @@ KINDS = (int, float, bool)
 
 
 class SampleRows:
-    """The form of a run's samples: which tensors they hold, and where each lies in a row.
-
-    Args:
-        sample: any of them; all samples of a run have its form.
-    """
+    """The form of a run's samples, which all have it: which tensors they hold, and where each lies in a row."""
 
     def __init__(self, sample: PosteriorSample) -> None:
         self._places: list[tuple[str, str, torch.dtype, torch.Size, slice]] = []
@@ -169,12 +141,8 @@ class SampleRows:
         return packed
 
     def unpack(self, rows: Sequence[Tensor], numbers: Tensor) -> Iterator[PosteriorSample]:
-        """Yield the samples that `pack` and `numbers_of` were given; each owns its tensors.
-
-        Args:
-            rows: one tensor (S, P) for each of `dtypes`.
-            numbers: shape (S, 2·F).
-        """
+        """Yield the samples that `pack` (a tensor (S, P) for each dtype) and `numbers_of` were given; each owns its
+        tensors."""
         for index, own in enumerate(numbers.tolist()):
             row = {dtype: tensor[index].clone() for dtype, tensor in zip(self.dtypes, rows, strict=True)}
             held: dict[str, Any] = {part: {} for part in PARTS}
@@ -363,13 +331,10 @@ class ChainStrategy(DDPStrategy):
             tensor.detach().copy_(moved)
 
     def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
-        """Yield the samples of all chains, in their order, on every process.
+        """Yield the samples of all chains, in their order, on every process; each has as many, at least one.
 
         They travel as rows: one collective operation for each dtype and one for their numbers, whatever the number of
         chains and tensors; large ones group by group, so that no process holds all of them at once.
-
-        Args:
-            samples: samples of this process's chains, as many in each process, at least one.
         """
         own = list(samples)
         form, device = SampleRows(own[0]), self.root_device
@@ -439,8 +404,8 @@ class ChainStrategy(DDPStrategy):
         everyone = self.collect({key: tensor for key, tensor in state.items() if key not in shared})
         if everyone is None:
             return state
-        whole = join_tensors(everyone, layout.num_chains)
-        return {key: whole.get(key, tensor) for key, tensor in state.items()}
+        whole = {key: _join([own[key] for own in everyone], layout.num_chains) for key in everyone[0]}
+        return {**state, **whole}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
@@ -454,8 +419,8 @@ class ChainStrategy(DDPStrategy):
         layout = self._layout()
         if layout.is_spread:
             state, shared = checkpoint["state_dict"], self._shared_keys()
-            own = split_tensors({key: tensor for key, tensor in state.items() if key not in shared}, layout)
-            checkpoint = dict(checkpoint) | {"state_dict": {key: own.get(key, t) for key, t in state.items()}}
+            own = {key: _split(tensor, layout) for key, tensor in state.items() if key not in shared}
+            checkpoint = dict(checkpoint) | {"state_dict": {**state, **own}}
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

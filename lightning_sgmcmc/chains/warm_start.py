@@ -21,12 +21,8 @@ from lightning_sgmcmc.schedules import Patience
 class ChainOptimizers:
     """A torch optimizer for each chain of this process, over slices of the stacked parameters.
 
-    Each chain is optimized as it would be alone, by any optimizer whose `step` needs no closure: no optimizer sees the
-    tensors of two chains.
-
-    Args:
-        parameters: the sampled parameters, with a leading axis of size C where C > 1.
-        num_chains: C.
+    Each chain is optimized as it would be alone, by any optimizer whose `step` needs no closure. `parameters` are the
+    sampled ones, with a leading axis of size C where C > 1.
     """
 
     def __init__(
@@ -141,14 +137,8 @@ def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool
 
 @dataclass
 class Watch:
-    """Early stopping of one chain.
-
-    Attributes:
-        best_loss: the lowest validation loss so far, in nats per datum; None before the first validation.
-        best_step: the step of its validation.
-        waited: validations since then.
-        stopped_at: the step at which the chain stopped, None while it is optimized.
-    """
+    """Early stopping of one chain, by validation losses in nats per datum: the lowest, its step, and the validations
+    since."""
 
     best_loss: float | None = None
     best_step: int = 0

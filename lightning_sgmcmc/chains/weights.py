@@ -31,11 +31,8 @@ SIGN_LOOKS = 3
 class FirstBatches:
     """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later.
 
-    It checks the targets and outputs by the likelihood and the sign of a log-likelihood of the user's own, and counts
-    the data of the first batch.
-
-    Args:
-        chains: its stacked tensors; None for a single unstacked chain.
+    It checks targets and outputs by the likelihood and the sign of a log-likelihood of the user's own, and counts the
+    first batch's data.
     """
 
     def __init__(self, model: EnergyModel, chains: StackedChains | None) -> None:
@@ -58,7 +55,7 @@ class FirstBatches:
         self._seen += 1
         if self._seen & (self._seen - 1):
             return False
-        low, high, target = _look(self._model, self._chains, batch)
+        low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)
             self.counted = _count(self._model, self._chains, batch)
@@ -74,11 +71,7 @@ class FirstBatches:
         return True
 
     def after(self, log_likelihood: Tensor) -> None:
-        """Check the sign of a batch's log-likelihood.
-
-        Args:
-            log_likelihood: log p(y|x,θ) of each datum, of one or more chains, shape (…, n).
-        """
+        """Check the sign of a batch's log-likelihoods, shape (…, n), of one or more chains."""
         if self._own_density is not None and log_likelihood.numel() > 0:
             self._check_sign(self._own_density, log_likelihood.detach())
 
@@ -97,18 +90,9 @@ class FirstBatches:
             )
 
 
-def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float]:
-    """Check a batch's targets and outputs by the model's likelihood, in evaluation mode and for the first chain.
-
-    Args:
-        chains: its stacked tensors; None for a single unstacked chain.
-    """
-    low, high, _ = _look(model, chains, batch)
-    return low, high
-
-
-def _look(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float, Tensor | None]:
-    """Check a batch; return its smallest and largest output and its targets."""
+def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float, Tensor | None]:
+    """Check a batch by the model's likelihood, in evaluation mode and for the first chain; return its smallest and
+    largest output and its targets."""
     if model.likelihood is None or overrides(model, "log_likelihood"):
         return math.inf, -math.inf, None
     first = batch[0] if isinstance(batch, ChainBatches) else batch
@@ -134,11 +118,7 @@ def _count(model: EnergyModel, chains: StackedChains | None, batch: Any) -> int:
 
 
 def _check_observed(model: EnergyModel, target: Any) -> None:
-    """Raise ValueError if no target of the training data is observed, as far as they lie in memory.
-
-    Args:
-        target: of the first batch; only if it has none the others are looked at.
-    """
+    """Raise ValueError if no target of the first batch or of the training data in memory is observed."""
     dataset = getattr(getattr(getattr(model, "_trainer", None), "train_dataloader", None), "dataset", None)
     if model.likelihood is None or dataset is None:
         return
@@ -184,22 +164,14 @@ TOLERANCE = 0.1
 class DataWeights:
     """The factor of a mini-batch's log-likelihood, with which every datum weighs the same.
 
-    The energy of a step with the data B of all its micro-batches and ranks is
+        Ũ = -N·c·Σ_{i in B} log p(y_i|x_i,θ) - log p(θ)   for the data B of all micro-batches and ranks of a step
 
-        Ũ = -N·c·Σ_{i in B} log p(y_i|x_i,θ) - log p(θ)
-
-    with c = 1/|B| where B is a random part of the data of a size that its position fixes, so that E[Ũ] = U. Elsewhere
-    c = M/T for an epoch of M steps with T data, so that the mean of Ũ over an epoch is U. With 1/|B| the data of a
-    smaller batch would weigh more in a fixed order, or where the likelihood counts something else than rows.
-
-    It also compares what the likelihood counts with N: at the first batch, and over the first whole epoch.
+    c is 1/|B| where B is a random part of the data of a size that its position fixes, so that E[Ũ] = U. Elsewhere c =
+    M/T for an epoch of M steps with T data, so that the mean of Ũ over an epoch is U. It also compares what the
+    likelihood counts with N, at the first batch and over the first whole epoch.
 
     Args:
-        trainer: the run's.
-        layout: which ranks share a chain's data.
-        num_data: N.
         is_given: whether the user passed N, which is believed where the loader does not show it.
-        first_batches: counts the data of the first batch.
     """
 
     def __init__(
@@ -250,10 +222,8 @@ class DataWeights:
     # -- the weight of a batch ----------------------------------------------------------------------------------------
 
     def factor(self, batch_idx: int, candidates: int = 1) -> float | None:
-        """Return the factor of the sum of a micro-batch's log-likelihoods in Ũ/N; None for 1/n, their mean.
-
-        The gradients of a step's micro-batches are averaged, so the factor holds their number.
-        """
+        """Return the factor of the sum of a micro-batch's log-likelihoods in Ũ/N, times the step's micro-batches, whose
+        gradients are averaged; None for 1/n, their mean."""
         if self._is_new and self._first_batches.counted is not None:
             self._look(self._first_batches.counted, batch_idx)
         if self._first_batches.has_missing and self.counts_rows:
@@ -309,11 +279,7 @@ class DataWeights:
     # -- what the likelihood counts -----------------------------------------------------------------------------------
 
     def _look(self, counted: int, batch_idx: int) -> None:
-        """Compare what the likelihood counts in the first batch with the loader's rows.
-
-        Args:
-            counted: log-likelihoods of the batch in this process.
-        """
+        """Compare what the likelihood counts in the first batch with the loader's rows."""
         self._is_new = False
         rows, batches = self.rows, self._trainer.num_training_batches
         size = rows.size_at(batch_idx)

@@ -60,9 +60,14 @@ class WeightedAverage:
 
     def copy(self) -> "WeightedAverage":
         """Return a copy that shares no memory with this one."""
-        twin = WeightedAverage()
-        twin.load_state_dict(self.state_dict())
-        return twin
+        return WeightedAverage.of(self.state_dict())
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "WeightedAverage":
+        """Return the average with this `state_dict()`; it shares no terms with it."""
+        average = cls()
+        average.load_state_dict(state)
+        return average
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and tensors."""
@@ -78,9 +83,7 @@ class WeightedAverage:
 class ChainsAverage:
     """Average over samples, or the mean of the chains' own averages if their weights do not compare across chains.
 
-        f̂ = Σ_j w_j·f_j / Σ_j w_j,   or   f̂ = C⁻¹·Σ_c f̂_c   with f̂_c of chain c alone
-
-    Memory is one average, or one for each chain.
+    f̂ = Σ_j w_j·f_j / Σ_j w_j,   or   f̂ = C⁻¹·Σ_c f̂_c   with f̂_c of chain c alone
     """
 
     def __init__(self) -> None:
@@ -114,10 +117,7 @@ class ChainsAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
-        self._parts = {}
-        for chain, saved in state["parts"].items():
-            self._parts[chain] = WeightedAverage()
-            self._parts[chain].load_state_dict(saved)
+        self._parts = {chain: WeightedAverage.of(saved) for chain, saved in state["parts"].items()}
 
 
 @dataclass
@@ -160,16 +160,8 @@ class CycleAverage:
         cycle: int,
         log_likelihood: float,
     ) -> None:
-        """Add one more sample.
-
-        Args:
-            terms: as in `WeightedAverage.add`.
-            log_density: likewise.
-            log_weight: likewise; it counts within the cycle.
-            chain: the sample's chain.
-            cycle: the sample's cycle, never falling within a chain.
-            log_likelihood: log p(D|θ) of all training data.
-        """
+        """Add one more sample, whose log-weight counts within its chain's cycle; `log_likelihood` is log p(D|θ) of all
+        data."""
         current = self._open.get(chain)
         if current is None or current.cycle != cycle:
             if current is not None:
@@ -211,9 +203,8 @@ class CycleAverage:
         self._closed.load_state_dict(state["closed"])
         self._open = {}
         for chain, saved in state["open"].items():
-            cycle = _OpenCycle(saved["cycle"], count=saved["count"], log_inverse=saved["log_inverse"])
-            cycle.average.load_state_dict(saved["average"])
-            self._open[chain] = cycle
+            average = WeightedAverage.of(saved["average"])
+            self._open[chain] = _OpenCycle(saved["cycle"], average, saved["count"], saved["log_inverse"])
 
 
 def _logaddexp(a: float, b: float) -> float:

@@ -42,15 +42,7 @@ class ChainComparison:
         log_density: Tensor,
         comparable: bool = True,
     ) -> None:
-        """Add a sample.
-
-        Args:
-            chain: the sample's chain.
-            log_weight: its log importance weight.
-            terms: the likelihood's terms on the evaluation data, first axis n.
-            log_density: log p(y|x,θ) for each datum, shape (n,).
-            comparable: whether the log-weight compares across chains.
-        """
+        """Add a sample's terms, first axis n, and log p(y|x,θ), shape (n,), on the evaluation data."""
         self.comparable &= comparable
         probes = _spread(len(log_density), PROBES).to(log_density.device)
         average = self.averages.setdefault(chain, WeightedAverage())
@@ -102,10 +94,7 @@ class ChainComparison:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
-        self.averages = {}
-        for chain, saved in state["averages"].items():
-            self.averages[chain] = WeightedAverage()
-            self.averages[chain].load_state_dict(saved)
+        self.averages = {chain: WeightedAverage.of(saved) for chain, saved in state["averages"].items()}
         self.chains = list(state["chains"])
         self.comparable = state["comparable"]
         self._densities = list(state["densities"]) if state["densities"] is not None else []
@@ -113,14 +102,9 @@ class ChainComparison:
 
 @dataclass(frozen=True)
 class ChainRow:
-    """Summary statistics of one chain, or of all chains pooled.
-
-    Attributes:
-        chain: its index, None for all chains.
-        samples: their number.
-        energy, energy_std: mean and standard deviation of the samples' energies, in nats.
-        diagnostics: diagnostics of the energies; for one chain, between its halves.
-        nll: NLL of the average's predictive on the compared data, NaN if nothing was evaluated.
+    """Summary statistics of one chain, or of all chains pooled (`chain` is None): energies in nats, their diagnostics
+    (for one chain, between its halves), and the NLL of the average on the compared data, NaN if nothing was
+    evaluated.
     """
 
     chain: int | None

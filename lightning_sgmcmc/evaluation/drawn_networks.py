@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.execution import StatelessCall
+from lightning_sgmcmc.chains.density import Densities
 from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of, reseed_all, seeded_batches, undisturbed
@@ -50,11 +50,8 @@ def new_statistics(
     batches: Iterable[Any],
     call: Callable[[Mapping[str, Tensor], Any], Any],
 ) -> dict[str, Tensor]:
-    """Return a state whose BatchNorm statistics are averages over batches at its weights.
-
-    Args:
-        state: parameters and buffers by name; unchanged. Layers without statistics in it keep the model's.
-    """
+    """Return a state whose BatchNorm statistics are averages over batches at its weights; layers without statistics in
+    the state keep the model's."""
     layers = {n: layer for n, layer in batch_norm_layers(model).items() if f"{n}.running_mean" in state}
     fresh = dict(state)
     for name in layers:
@@ -88,25 +85,24 @@ def refreshed(
     """Return a sample with BatchNorm statistics and energy of its own weights, on random training data.
 
     The energy is Ũ on the data of one step, in evaluation mode. Without data that can be read again, it remains the
-    step's. No random generator is advanced, and no process communicates.
-
-    Args:
-        batches: training batches for the statistics; None takes a pass over the data.
+    step's. No random generator is advanced, and no process communicates. The statistics are of so many batches, None of
+    a pass over the data.
     """
     if not has_fresh_batches(trainer):
         return sample
     model = chains.model
     device, steps = model.device, trainer.accumulate_grad_batches
     with unchanged_generators([device]), undisturbed(trainer, model), torch.no_grad():
-        likelihood = StatelessCall(model, type(model).log_likelihood)
+        densities = Densities(model)
         state: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
-        state = new_statistics(model, state, _batches(trainer, model, seed, batches), likelihood.call)
+        state = new_statistics(model, state, _batches(trainer, model, seed, batches), densities.log_likelihood)
         factor = None if chains.weights is None else chains.weights.fresh_factor(training_rows(trainer).batch_size or 1)
-        means = [weighed(likelihood.call(state, batch), factor) for batch in _batches(trainer, model, seed, steps)]
+        each = (densities.log_likelihood(state, batch) for batch in _batches(trainer, model, seed, steps))
+        means = [weighed(of_batch, factor) for of_batch in each]
         # The prior is that of the tensors with requires_grad.
         marked = {n: t.detach().requires_grad_() if n in chains.trainable else t for n, t in state.items()}
-        log_prior = StatelessCall(model, type(model).log_prior).call(marked)
-        energy = -(exact(torch.stack(means)).mean() * chains.observed.num_data + exact(log_prior))
+        log_prior = exact(densities.log_prior(marked))
+        energy = -(exact(torch.stack(means)).mean() * chains.observed.num_data + log_prior)
     buffers = {name: state[name] for name in sample.buffers}
     return replace(sample, buffers=buffers, energy=energy.item())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_sgmcmc.batches.loader import flat_loaders
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency, within_groups
 from lightning_sgmcmc.diagnostics.scores import mean_interval, out_of_distribution_metrics
@@ -27,13 +28,8 @@ NAMES = ("best_single", "best_average", "first_cycle")
 
 @dataclass
 class Kept:
-    """Log densities log p(y|x) of one predictive.
-
-    Attributes:
-        density: for each datum, shape (n,), float32, on the CPU.
-        nll: their mean with the opposite sign, in nats per datum.
-        index: of the sample that it is, or that was added last, from 0.
-    """
+    """Log densities log p(y|x) of one predictive, shape (n,), float32, on the CPU, their negative mean in nats per
+    datum, and the index of the sample that it is, or that was added last."""
 
     density: Tensor
     nll: float
@@ -42,10 +38,10 @@ class Kept:
 
 @dataclass
 class PerDatumScores:
-    """Log densities of the best single sample, of the best average and of the first cycle's average.
+    """Log densities of the best single sample, of the best average and of the first cycle's average: three numbers a
+    datum.
 
-    Memory is three numbers a datum, however many samples there are. The best are chosen by their NLL on the same data,
-    which favours them.
+    The best are chosen by their NLL on the same data, which favours them.
     """
 
     kept: dict[str, Kept] = field(default_factory=dict)
@@ -53,13 +49,8 @@ class PerDatumScores:
     _is_prefix: bool = True
 
     def add(self, index: int, cycle: int, own: Tensor, average: Tensor) -> None:
-        """Add a sample.
-
-        Args:
-            index: its index, from 0.
-            own: log p(y|x,θ) of each datum, shape (n,).
-            average: the same of the average of all samples so far; empty while all weights are 0.
-        """
+        """Add a sample's log p(y|x,θ) of each datum, shape (n,), and that of the average of all so far, empty while all
+        weights are 0."""
         self._keep_lower("best_single", own, index)
         if not len(average):
             return
@@ -83,11 +74,8 @@ class PerDatumScores:
         return found if found is not None and self._is_prefix and found.index + 1 < count else None
 
     def gain(self, name: str, average: Tensor) -> tuple[float, tuple[float, float]] | None:
-        """Return how much lower the average's NLL is than that of a kept predictive, and the 95 % interval.
-
-        Args:
-            average: log density of the average at each datum, shape (n,).
-        """
+        """Return how much lower the NLL of the average, shape (n,), is than that of a kept predictive, and the 95 %
+        interval."""
         found = self.kept.get(name)
         if found is None or len(found.density) != len(average):
             return None
@@ -116,12 +104,10 @@ def _kept(density: Tensor, index: int) -> Kept:
 
 
 class UserMetrics:
-    """Metrics of (prediction, target) by name.
+    """Metrics of (prediction, target) by name, functions or torchmetrics.
 
-    Args:
-        metrics: functions or torchmetrics by name. Each is called with the class probabilities (n, K) and the labels
-            (n,), or in regression with the predictive means and the targets, both (n, D) and in the target's own
-            units, and returns one number.
+    Each is called with the class probabilities (n, K) and the labels (n,), or in regression with the predictive means
+    and the targets, both (n, D) and in the target's own units, and returns one number.
     """
 
     def __init__(self, metrics: Mapping[str, Callable[..., Any]] | None) -> None:
@@ -185,12 +171,8 @@ MOST_TENSORS = 16
 
 @dataclass(frozen=True, eq=False)
 class HeldData:
-    """The data sets of a trainer's training loaders and their tensors at one time; it does not keep them alive.
-
-    Attributes:
-        objects: references to the data sets and tensors.
-        versions: how often each tensor has been written in place.
-    """
+    """The data sets of a trainer's training loaders and their tensors at one time, as weak references, and how often
+    each tensor has been written in place."""
 
     objects: tuple["weakref.ref[Any]", ...]
     versions: tuple[int, ...]
@@ -208,7 +190,7 @@ class HeldData:
 
 def held_data(trainer: pl.Trainer) -> HeldData:
     """Return what identifies the training data that a trainer holds now."""
-    datasets = [getattr(loader, "dataset", None) for loader in loaders_of(trainer.train_dataloader)]
+    datasets = [getattr(loader, "dataset", None) for loader in flat_loaders(trainer.train_dataloader)]
     found = [part for dataset in datasets for part in _parts(dataset, 3)]
     tensors = [part for part in found if isinstance(part, Tensor) and not part.is_inference()]
     return HeldData(tuple(weakref.ref(part) for part in found), tuple(tensor._version for tensor in tensors))
@@ -435,10 +417,8 @@ def metrics_of(
     target: Tensor | None,
     scaling: TargetScaling,
 ) -> dict[str, float]:
-    """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood.
-
-    Several targets with scalings of their own also have an `rmse_<target>` each.
-    """
+    """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood; an `rmse_<target>`
+    each for several targets with scalings of their own."""
     if module.likelihood is None or target is None:
         return {"nll": -log_density.mean().item()}
     factor = scaling.factor
@@ -464,12 +444,3 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
     metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"])
     return {f"ood_{name}_{metric}": float(value) for metric, value in metrics.items()}
-
-
-def loaders_of(source: Any) -> list[Any]:
-    """Return the loaders in the trainer's dataloaders: None, one, a list or a dictionary."""
-    if source is None:
-        return []
-    if isinstance(source, Mapping):
-        return list(source.values())
-    return list(source) if isinstance(source, list | tuple) else [source]

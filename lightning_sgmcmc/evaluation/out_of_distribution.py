@@ -72,16 +72,13 @@ class OutOfDistributionData:
         self, trainer: pl.Trainer, module: EnergyModel, states: Sequence[Mapping[str, Tensor]]
     ) -> list[dict[str, dict[str, Tensor]]]:
         """Return the likelihood's terms of each sample on each set, gathered from all ranks, in evaluation mode."""
-        on_sets = {name: self._terms_on(trainer, module, states, name) for name in self.sources}
-        return [{name: terms[index] for name, terms in on_sets.items()} for index in range(len(states))]
-
-    def _terms_on(
-        self, trainer: pl.Trainer, module: EnergyModel, states: Sequence[Mapping[str, Tensor]], name: str
-    ) -> list[dict[str, Tensor]]:
         limit = 1 if cast(Any, trainer).fast_dev_run else math.inf
-        share = share_of_plain(trainer, self._loaders[name], limit)
-        each = self._evaluate(share.batches(trainer, module), module, states, name)
-        return [{key: share.whole(term) for key, term in terms.items()} for terms in each]
+        on_sets: dict[str, list[dict[str, Tensor]]] = {}
+        for name in self.sources:
+            share = share_of_plain(trainer, self._loaders[name], limit)
+            each = self._evaluate(share.batches(trainer, module), module, states, name)
+            on_sets[name] = [{key: share.whole(term) for key, term in terms.items()} for terms in each]
+        return [{name: terms[index] for name, terms in on_sets.items()} for index in range(len(states))]
 
     def check(self, trainer: pl.Trainer, module: EnergyModel) -> None:
         """Pass a batch of each set through the network, so that errors occur before hours of training."""

@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
 from lightning_sgmcmc.batches.rows import TrainingRows, rows_of, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
@@ -25,7 +25,6 @@ from lightning_sgmcmc.chains.execution import (
     state_of,
     undisturbed_generators,
 )
-from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.priors import GaussianPrior, Prior
@@ -38,10 +37,7 @@ from lightning_sgmcmc.tensors import exact, exact_device
 
 @contextmanager
 def undisturbed(trainer: pl.Trainer, module: EnergyModel) -> Iterator[None]:
-    """Evaluate as Lightning does, without advancing any random generator.
-
-    Iterating over a loader draws from the global generator.
-    """
+    """Evaluate as Lightning does, without advancing any random generator, from which iterating over a loader draws."""
     precision = trainer.strategy.precision_plugin
     with undisturbed_generators(module), evaluation_mode(module), precision.val_step_context():
         yield
@@ -56,10 +52,8 @@ def full_log_likelihoods(
 ) -> list[float]:
     """Return log p(D|θ) of all training data for each θ, in one pass without augmentation; processes share the data.
 
-    Args:
-        states: each θ, parameters and buffers by name.
-        of_own_chains: whether they belong to chains of this process, so that only the ranks of its group share the
-            data; otherwise all processes have the same ones.
+    With `of_own_chains` the θ belong to chains of this process, so that only the ranks of its group share the data;
+    otherwise all processes have the same ones.
     """
     total = torch.zeros(len(states), dtype=torch.float64)
     call, together = TogetherCall(chains.model, lambda model, batch: model.log_likelihood(batch)), States(states)
@@ -86,11 +80,8 @@ def pass_over_data(
     """Yield the batches of a pass of the chains over all training data, with their augmentation, on the model's device.
 
     Batches are plain for one chain, and `ChainBatches` for several. The ranks that share a chain share the data. The
-    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled, depend
-    only on (seed, purpose, chain, steps made), wherever the chain runs.
-
-    Args:
-        shuffled: whether the data are in random order, as in training; otherwise in the data set's order.
+    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled as in
+    training, depend only on (seed, purpose, chain, steps made), wherever the chain runs.
     """
     layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, rows in enumerate(_all_rows(trainer, reason)):
@@ -141,7 +132,7 @@ def _all_rows(trainer: pl.Trainer, reason: str) -> list[TrainingRows]:
             raise ValueError(
                 f"{reason} needs the training data, but the trainer has none: pass it the fit's datamodule"
             ) from error
-    return [rows_of(loader) for loader in loaders_of(trainer.train_dataloader)]
+    return [rows_of(loader) for loader in flat_loaders(trainer.train_dataloader)]
 
 
 def indices_of(rows: TrainingRows, reason: str) -> Sequence[int]:
@@ -164,11 +155,8 @@ def plain_data(datamodule: Any) -> Any:
 
 
 def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reason: str) -> Tensor:
-    """Return U of each chain's current state over all training data, in evaluation mode, shape (C,), float64.
-
-    Args:
-        include_prior: whether U includes -log p(θ).
-    """
+    """Return U of each chain's current state over all training data, in evaluation mode, shape (C,), float64; without
+    -log p(θ) if so wanted."""
     states, log_priors, model = [], [], chains.model
     for chain in range(chains.num_chains):
         with chains.at(chain), torch.no_grad():
@@ -213,12 +201,8 @@ def available_kind(kind: Kind, trainer: pl.Trainer, model: EnergyModel) -> Kind:
 def sample_energies(
     kind: Kind, trainer: pl.Trainer, chains: Chains, sampler: Sampler, include_prior: bool
 ) -> Tensor | None:
-    """Return the energies of the chains' present states, shape (C,), float64; None for those of the last step.
-
-    Args:
-        kind: "own" for random training data (`fresh_energies`), "full" for all of them, "step" for the last step's.
-        include_prior: whether energies include -log p(θ).
-    """
+    """Return the energies of the chains' present states, shape (C,), float64: "own" on random training data
+    (`fresh_energies`), "full" on all of them, or None for "step", those of the last step."""
     if kind == "step":
         return None
     if kind == "full":
@@ -241,15 +225,11 @@ def fresh_energies(
 ) -> Tensor:
     """Return Ũ of each chain's present state on random training data, as many as a step has, shape (C,), float64.
 
-    The batches are independent of the steps so far, so E[Ũ] = U at the state. A step's own batch would not do: the
-    step lowers the energy of its batch, by ε·tr Var(∇Ũ) more than U. Networks are in training mode, as in a step;
-    generators and running statistics are unchanged. The random numbers depend only on (seed, chain, step).
+    The batches are independent of the steps so far, so E[Ũ] = U at the state. A step's own batch would not do: the step
+    lowers the energy of its batch, by ε·tr Var(∇Ũ) more than U. Networks are in training mode, as in a step; generators
+    and running statistics are unchanged. The random numbers depend only on (seed, chain, step).
 
     Args:
-        trainer: the run's; its training data satisfy `has_fresh_batches`.
-        chains: the chains of this process.
-        sampler: their sampler.
-        include_prior: whether the energy includes -log p(θ).
         relative_to: puts the chains at other states within its context, whose energies on the same data, with the same
             random numbers of the network, are subtracted; None subtracts nothing.
     """
@@ -366,11 +346,7 @@ def centers_of(chains: Chains) -> dict[str, Tensor]:
 
 
 def gamma_of(chains: Chains, temperature: float) -> float | None:
-    """Return γ = 1/(τ·std²) of the prior exp(-γ/2·‖w - w*‖²) under exp(-U/τ); None if parameters have several.
-
-    Args:
-        temperature: τ.
-    """
+    """Return γ = 1/(τ·std²) of the prior exp(-γ/2·‖w - w*‖²) under exp(-U/τ); None if parameters have several."""
     prior, axis = chains.model.prior, int(chains.num_chains > 1)
     assert isinstance(prior, GaussianPrior)
     stds = {prior.scale_of(name, tensor.shape[axis:]) for name, tensor in chains.trainable.items()}
@@ -392,10 +368,8 @@ def at_centers(chains: Chains, centers: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def center_energies(trainer: pl.Trainer, chains: Chains, centers: Mapping[str, Tensor], reason: str) -> Tensor:
-    """Return n·L(w*) of all training data in evaluation mode, without the prior, shape (C,), float64, in nats.
-
-    If all chains of the process have the same centre, it is evaluated once.
-    """
+    """Return n·L(w*) of all training data in evaluation mode, without the prior, shape (C,), float64, in nats; a centre
+    that all chains share is evaluated once."""
     model, states = chains.model, []
     with at_centers(chains, centers):
         for chain in range(chains.num_chains):
@@ -418,10 +392,10 @@ def excess_energies(
 ) -> Tensor:
     """Return n·(L(w) - L(w*)) of each chain's present state, shape (C,), float64, in nats.
 
-    * "own": on random training data, as many as a step has, the same for w and w*. They are independent of the steps
-      so far, so the difference is unbiased, and most of the noise of their choice cancels.
-    * "full": on all training data, in evaluation mode.
-    * "step": on the data of the last step, for the state before its update, less the loss at w* on all data.
+    "own" is on random training data, as many as a step has, the same for w and w* and independent of the steps so far,
+    so the difference is unbiased, and most of the noise of their choice cancels; "full" is on all training data, in
+    evaluation mode; "step" on the data of the last step, for the state before its update, less the loss at w* on all
+    data.
     """
     if kind == "full":
         return full_energies(trainer, chains, False, "loss='full'") - center_energy

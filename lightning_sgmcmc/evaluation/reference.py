@@ -105,11 +105,7 @@ def cifar10_hmc(path: str | Path) -> Tensor:
 
 
 class Reference:
-    """A reference predictive of the test data.
-
-    Args:
-        source: see `read_probabilities`; None is no reference.
-    """
+    """A reference predictive of the test data, from what `read_probabilities` takes; None is no reference."""
 
     names = ("agreement", "total_variation")
 
@@ -139,13 +135,10 @@ BLOCK = 2**22
 
 
 class StoredScores:
-    """Collects the samples' predictions of one loader's data, and scores each and their average.
+    """Collects the samples' predictions of one loader's data, and scores each and their average, in the original units.
 
-    Gaussian likelihoods' average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes
-    have the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
-
-    Args:
-        scale: the divisor of the targets, or of each, (D,); scores are in the original units.
+    Gaussian likelihoods' average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes have
+    the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
     """
 
     def __init__(self, likelihood: Any, scale: float | Tensor, reference: Reference | None, with_scores: bool) -> None:
@@ -161,10 +154,7 @@ class StoredScores:
 
     def add(self, record: SampleRecord, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
         """Add a sample; return its own scores."""
-        found: dict[str, float] = {}
-        if self._reference is not None:
-            found |= self._of_reference(terms)
-        found |= self._selective(terms, target)
+        found = self._of_reference(terms) | self._selective(terms, target)
         if self._is_gaussian and target is not None:
             self._records.append(record)
             self._means.append(terms["mean"].float().cpu())
@@ -175,17 +165,15 @@ class StoredScores:
 
     def of_average(self, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
         """Return the scores of the weighted average of all samples."""
-        found: dict[str, float] = {}
-        if self._reference is not None:
-            found |= self._of_reference(terms)
-        found |= self._selective(terms, target)
+        found = self._of_reference(terms) | self._selective(terms, target)
         if self._means and target is not None:
             weights = normalised_weights(comparable_log_weights(self._records))
             found |= self._scores(weights, torch.stack(self._means), torch.stack(self._stds), target)
         return found
 
     def _of_reference(self, terms: Mapping[str, Tensor]) -> dict[str, float]:
-        assert self._reference is not None
+        if self._reference is None:
+            return {}
         if "probabilities" not in terms:
             raise ValueError("reference compares class probabilities, and these predictions have none: omit reference")
         return self._reference.values(terms["probabilities"])

@@ -23,14 +23,11 @@ from lightning_sgmcmc.model import EnergyModel
 
 @dataclass(frozen=True)
 class EvaluationShare:
-    """This process's share of a loader's data.
+    """This process's share of a loader's data, of which a number of batches is used, perhaps infinite.
 
-    Attributes:
-        loader: iterates over the share.
-        limit: number of batches to use, may be infinite.
-        replicas: W, where rank r of W has the data r, r + W, …; 0 if each process has its own data.
-        num_data: number of data in all shares, without the repetitions that make them equally long.
-        dataloader_idx: index of the loader among the trainer's, which batch hooks receive.
+    Of W `replicas`, rank r has the data r, r + W, …; with 0 each process has its own data. `num_data` is that of all
+    shares without the repetitions that make them equally long. Batch hooks receive the loader's index among the
+    trainer's.
     """
 
     loader: Any
@@ -105,22 +102,15 @@ Scores = tuple[Terms, Tensor, Tensor | None]
 
 
 class Scorer:
-    """Scores every datum of batches by several samples, in one pass over the batches.
-
-    Args:
-        module: a `BayesianModule`, in evaluation mode when it is called; its own weights are not changed.
-    """
+    """Scores every datum of batches by several samples, in one pass; the module, in evaluation mode, keeps its
+    weights."""
 
     def __init__(self, module: nn.Module, compiled: bool = False) -> None:
         self._call = TogetherCall(module, _score, compiled)
         self._net = getattr(module, "net", None) if compiled else None
 
     def __call__(self, states: Sequence[Mapping[str, Tensor]], batches: Iterable[Any]) -> list[Scores]:
-        """Return the scores of each sample.
-
-        Args:
-            states: the samples' parameters and buffers, on the module's device.
-        """
+        """Return the scores of each sample, of parameters and buffers on the module's device."""
         together = States(states)
         with torch.no_grad():
             used = batches if self._net is None else (with_few_lengths(batch, self._net) for batch in batches)
@@ -195,13 +185,8 @@ LARGEST_SCORES = 2**30
 
 @dataclass(frozen=True)
 class SampleScores:
-    """What an average over samples needs of one.
-
-    Attributes:
-        on_loaders: its scores on each loader's data.
-        log_likelihood: log p(D|θ) of all training data, 0 if the weights do not need it.
-        ood: the likelihood's terms on each set of out-of-distribution data.
-    """
+    """What an average over samples needs of one: its scores on each loader's data, log p(D|θ) of all training data (0
+    if the weights do not need it), and the likelihood's terms on each set of out-of-distribution data."""
 
     on_loaders: list[Scores]
     log_likelihood: float
@@ -230,11 +215,7 @@ def scores_on(
     limit: float,
     dataloader_idx: int = 0,
 ) -> list[Scores]:
-    """Return the scores of each sample on a loader's data, of all ranks.
-
-    Args:
-        states: the samples' parameters and buffers, on the module's device.
-    """
+    """Return the scores of each sample, of tensors on the module's device, on a loader's data, of all ranks."""
     share = share_of(trainer, loader, limit, dataloader_idx)
     found = []
     for terms, log_density, target in scorer(states, share.batches(trainer, module)):
@@ -245,10 +226,8 @@ def scores_on(
 
 
 def in_host_memory(tree: Tree) -> Tree:
-    """Return containers of tensors with those of a CUDA device in host memory; the host waits for the device once.
-
-    Averages and metrics are then computed there. Each of their numbers would be a wait of its own on the device.
-    """
+    """Return containers of tensors with those of a CUDA device in host memory; the host waits for the device once,
+    where each number of averages and metrics would be a wait of its own."""
     leaves, shape = pytree.tree_flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
     if places:

@@ -19,13 +19,8 @@ COVERAGES = {"coverage_90": 0.9, "coverage_50": 0.5}
 
 
 class Claim(NamedTuple):
-    """What the samples of a run are said to be.
-
-    Attributes:
-        kind: a `RunKind`'s value, or the name of a baseline; None if it is not known.
-        reason: the measurement or the plan that says so.
-        is_optimized: whether an optimization made them, so that no chain can be checked.
-    """
+    """What the samples of a run are said to be: a `RunKind`'s value or a baseline's name (None if unknown), the
+    measurement or plan that says so, and whether an optimization made them, so that no chain can be checked."""
 
     kind: str | None = None
     reason: str = ""
@@ -33,10 +28,7 @@ class Claim(NamedTuple):
 
 
 def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | None, claim: Claim) -> dict[str, str]:
-    """Return the five sentences by the names in `NAMES`.
-
-    They need the average's stored log densities and terms only, so they cost no evaluation of the network.
-    """
+    """Return the five sentences by the names in `NAMES`, from stored log densities and terms, without the network."""
     average = evaluation.average
     density = average.log_density if average is not None else torch.empty(0)
     terms = average.terms if average is not None else {}

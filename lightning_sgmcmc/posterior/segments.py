@@ -6,9 +6,10 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.loader import flat_loaders
 from lightning_sgmcmc.chains.execution import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
-from lightning_sgmcmc.evaluation.loader_average import loaders_of, metrics_of
+from lightning_sgmcmc.evaluation.loader_average import metrics_of
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare, evaluate, of_observed
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -56,7 +57,7 @@ class SegmentWalk:
         return segments
 
     def _data(self, trainer: pl.Trainer, module: EnergyModel, stage: str) -> list[Any]:
-        loaders = loaders_of(trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders)
+        loaders = flat_loaders(trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders)
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         if not loaders or not limits:
             return []

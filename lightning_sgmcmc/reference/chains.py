@@ -73,15 +73,12 @@ MOST_DOUBLINGS = 60
 
 
 class StepSizes:
-    """Step sizes by dual averaging of the acceptance.
+    """Step sizes by dual averaging of the acceptance, shape (C,), float64.
 
         log ε_t = μ - √t/γ·(1/(t+t₀))·Σ_{i≤t} (δ - α_i),   log ε̄_t = t^-κ·log ε_t + (1 - t^-κ)·log ε̄_{t-1}
 
-    with γ = 0.05, t₀ = 10, κ = 0.75 and μ = log(10·ε_0). The warm-up uses ε, and the draws the average ε̄.
-
-    Args:
-        step: ε_0 of each chain, shape (C,), float64.
-        target: δ.
+    with the target δ, γ = 0.05, t₀ = 10, κ = 0.75 and μ = log(10·ε_0). The warm-up uses ε, and the draws the average
+    ε̄.
 
     Source: Hoffman & Gelman 2014 (The No-U-Turn sampler), section 3.2.
     """
@@ -109,23 +106,11 @@ class StepSizes:
         weight = self.count**-self.DECAY
         self.log_average = weight * self.log_step + (1 - weight) * self.log_average
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that the next update depends on."""
-        return {name: value for name, value in vars(self).items() if name != "target"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 class Variances:
-    """The variance of each coordinate over a window, by Welford's sums, drawn towards a small one.
+    """The variance of each coordinate, shape (C, P), over a window, by Welford's sums, drawn towards a small one.
 
         v = n/(n+5)·s² + 0.001·5/(n+5)
-
-    Args:
-        like: a tensor of shape (C, P).
 
     Source: Stan reference manual, section on HMC algorithm parameters.
     """
@@ -149,32 +134,18 @@ class Variances:
         self.count, self.mean, self.squares = 0, torch.zeros_like(self.mean), torch.zeros_like(self.squares)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
 
 def windows(warmup: int) -> tuple[int, list[int]]:
-    """Return the iteration at which the first window begins, and the iterations at which windows end.
+    """Return the iteration at which the first window of the warm-up begins, and those at which windows end.
 
     The step size alone is adapted before the first window (75 iterations) and after the last (50). Windows double from
     25; the last takes what would be too short for another. Below 150 iterations there is one window of three quarters,
     and below 20 none.
 
-    Args:
-        warmup: iterations of the warm-up.
-
     >>> windows(1000)
     (75, [100, 150, 250, 450, 950])
     >>> windows(100), windows(10)
     ((15, [90]), (10, []))
-
-    Source: Stan reference manual, section on HMC algorithm parameters.
     """
     if warmup < 20:
         return warmup, []
@@ -193,14 +164,6 @@ def first_step_sizes(
     """Return step sizes at which one leapfrog step is accepted about as often as wanted, shape (C,), float64.
 
     Each chain doubles or halves ε until its acceptance crosses the target.
-
-    Args:
-        potential: U and its gradient.
-        state: of C chains.
-        step: ε to begin from, shape (C,), float64.
-        variance: v, shape (C, P).
-        draws: the random numbers.
-        target: the acceptance.
 
     Source: Hoffman & Gelman 2014, Algorithm 4, with Stan's 0.8 in place of 0.5.
     """
@@ -237,14 +200,8 @@ class HamiltonianChains:
     another, and a run that continues from `state_dict` is the run that was not interrupted.
 
     Args:
-        potential: U and its gradient.
         initial: positions at the start, shape (C, P), with finite energies.
         chains: the number in the run of each chain, by which it draws; None is 0, 1, ….
-
-    Attributes:
-        iteration: iterations made.
-        phase: the present states.
-        variance: v, the diagonal of the inverse mass, shape (C, P).
     """
 
     def __init__(
@@ -325,8 +282,8 @@ class HamiltonianChains:
             "iteration": self.iteration,
             "phase": list(self.phase),
             "variance": self.variance,
-            "steps": self._steps.state_dict(),
-            "variances": self._variances.state_dict(),
+            "steps": {name: value for name, value in vars(self._steps).items() if name != "target"},
+            "variances": dict(vars(self._variances)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -336,8 +293,7 @@ class HamiltonianChains:
         self.phase = Phase(*(tensor.to(own.device) for tensor in state["phase"]))
         self.variance = state["variance"].to(own.device)
         for part, name in ((self._steps, "steps"), (self._variances, "variances")):
-            moved = {key: v.to(own.device) if isinstance(v, Tensor) else v for key, v in state[name].items()}
-            part.load_state_dict(moved)
+            vars(part).update({k: v.to(own.device) if isinstance(v, Tensor) else v for k, v in state[name].items()})
 
 
 @dataclass(frozen=True)

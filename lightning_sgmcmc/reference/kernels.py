@@ -21,14 +21,8 @@ DIVERGENT = 1000.0
 
 
 class Phase(NamedTuple):
-    """Positions and momenta of C chains.
-
-    Attributes:
-        place: θ, shape (C, P).
-        energy: U(θ), shape (C,), float64.
-        gradient: ∇U(θ), shape (C, P).
-        momentum: p, shape (C, P).
-    """
+    """Positions θ of C chains, shape (C, P), U there, shape (C,), float64, its gradient, and momenta p, each of shape
+    (C, P)."""
 
     place: Tensor
     energy: Tensor
@@ -51,28 +45,17 @@ def chosen(mask: Tensor, yes: Phase, no: Phase) -> Phase:
 
 
 def kinetic(momentum: Tensor, variance: Tensor) -> Tensor:
-    """Return ½·Σ_j v_j·p_j², shape (C,), float64.
-
-    Args:
-        momentum: p, shape (C, P).
-        variance: v, shape (C, P).
-    """
+    """Return ½·Σ_j v_j·p_j², shape (C,), float64, of momenta and variances of shape (C, P)."""
     return (momentum.square() * variance).sum(1, dtype=widest_dtype(momentum.device)) / 2
 
 
 def leapfrog(potential: Potential, phase: Phase, step: Tensor, variance: Tensor) -> Phase:
-    """Return the phases after one step.
+    """Return the phases of C chains after one step, of a time ε of shape (C,), negative for backwards.
 
         p ← p - ε/2·∇U(θ),   θ ← θ + ε·v·p,   p ← p - ε/2·∇U(θ)
 
     It is reversible (a step of -ε leads back) and preserves volume; H changes by O(ε³) in a step, and by O(ε²) over a
     trajectory of any length.
-
-    Args:
-        potential: U and its gradient.
-        phase: of C chains.
-        step: ε of each chain, shape (C,), negative for backwards in time.
-        variance: v, shape (C, P).
 
     Source: Neal 2011 (MCMC using Hamiltonian dynamics), section 2.3.
     """
@@ -84,25 +67,17 @@ def leapfrog(potential: Potential, phase: Phase, step: Tensor, variance: Tensor)
 
 
 def with_momenta(state: Phase, variance: Tensor, draws: "Draws") -> tuple[Phase, Tensor]:
-    """Return the phases with momenta drawn from N(0, 1/v), and H there, shape (C,), float64.
-
-    Args:
-        variance: v, shape (C, P).
-    """
+    """Return the phases with momenta drawn from N(0, 1/v), and H there, shape (C,), float64."""
     start = state._replace(momentum=draws.normal() / variance.sqrt())
     return start, start.energy + kinetic(start.momentum, variance)
 
 
 class Move(NamedTuple):
-    """What an iteration of a kernel did.
+    """What an iteration of a kernel did, of C chains: each but the phase has the shape (C,).
 
-    Attributes:
-        phase: the new state; its momentum has no meaning.
-        acceptance: the acceptance that the step size is adapted by, shape (C,), float64.
-        leapfrogs: gradients of the iteration, shape (C,).
-        divergent: whether the trajectory diverged, shape (C,).
-        at_limit: whether the trajectory was cut at its largest length, shape (C,).
-        hamiltonian: H at the trajectory's start, shape (C,), float64.
+    The momentum of the new state has no meaning. `acceptance`, float64, is what the step size is adapted by,
+    `leapfrogs` the gradients, `at_limit` whether the trajectory was cut at its largest length, and `hamiltonian` H at
+    its start, float64.
     """
 
     phase: Phase
@@ -121,9 +96,6 @@ class Draws:
     """Random numbers of an iteration: chain c draws only from the stream of (seed, c, iteration).
 
     They are drawn on the host in double precision, so they are the same on every device and in every dtype.
-
-    Args:
-        like: a tensor of shape (C, P) whose dtype and device the normal numbers get.
     """
 
     def __init__(self, generators: list[torch.Generator], like: Tensor) -> None:
@@ -137,11 +109,7 @@ class Draws:
         return torch.stack(rows).to(self._like)
 
     def uniform(self, count: int, chains: list[int] | None = None) -> Tensor:
-        """Return numbers in [0, 1), shape (n, count), float64.
-
-        Args:
-            chains: places of the chains that draw; None is all.
-        """
+        """Return numbers in [0, 1), shape (n, count), float64, of the chains at some places; None is all."""
         own = self._generators if chains is None else [self._generators[c] for c in chains]
         rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in own]
         return torch.stack(rows).to(self._like.device)
@@ -163,17 +131,8 @@ def hamiltonian_monte_carlo(
     """Return an iteration: a trajectory of each chain, accepted with probability min(1, exp(H_0 - H)).
 
     The length in time is uniform in length·[1 - jitter, 1 + jitter], so that no direction of the target has a period
-    which the trajectories always complete. Chains with few steps wait for those with many, without a gradient.
-
-    Args:
-        potential: U and its gradient.
-        state: of C chains; its momentum is drawn anew.
-        step: ε of each chain, shape (C,).
-        variance: v, shape (C, P).
-        draws: the iteration's random numbers.
-        length: mean length of a trajectory in units of time; π/2 is a quarter of a period where v is the variance.
-        jitter: in [0, 1].
-        max_steps: steps of a trajectory at most.
+    which the trajectories always complete; π/2 is a quarter of a period where v is the variance. Chains with few steps
+    wait for those with many, without a gradient.
 
     Source: Neal 2011 (MCMC using Hamiltonian dynamics), sections 3.2 and 5.4.
     """
@@ -205,13 +164,8 @@ def hamiltonian_monte_carlo(
 
 
 class Segment(NamedTuple):
-    """A part of a trajectory, in the order in which it was made.
-
-    Attributes:
-        first: momentum at its first state, shape (C, P).
-        last: momentum at its last state.
-        total: the sum of its momenta, ρ.
-    """
+    """A part of a trajectory in the order in which it was made: momenta at its first and last state, and their sum ρ
+    over all states, each of shape (C, P)."""
 
     first: Tensor
     last: Tensor
@@ -248,13 +202,7 @@ def turns(one: Segment, other: Segment, variance: Tensor, single: bool = False) 
         p_first·(v∘ρ) ≤ 0  or  p_last·(v∘ρ) ≤ 0
 
     It is asked of the whole, and of each segment with the other's adjacent state, without which a trajectory of a
-    Gaussian can miss its turn between the two.
-
-    Args:
-        one: the segment made first.
-        other: the segment that continues it.
-        variance: v, shape (C, P).
-        single: whether both are of one state, for which all questions are the same.
+    Gaussian can miss its turn between the two; of two single states all questions are the same.
 
     Source: Betancourt 2017 (A conceptual introduction to Hamiltonian Monte Carlo), appendix A.4; the second question is
     that of Stan since 2.21.
@@ -282,12 +230,7 @@ def subtree(
 ) -> Subtree:
     """Return 2^j further states of each chain's trajectory; a chain stops where a subtree turns or H diverges.
 
-    Args:
-        potential: U and its gradient.
-        step: ε with the sign of the direction, shape (C,).
-        variance: v, shape (C, P).
-        hamiltonian: H_0, of the trajectory's start, shape (C,), float64.
-        uniforms: one number for each leaf, shape (C, 2^j).
+    The step has the sign of the direction, shape (C,), and `uniforms` are one number for each leaf, shape (C, 2^j).
     """
     sound = torch.arange(len(step), device=step.device)
     leaves, divergent = torch.full_like(sound, uniforms.shape[1]), torch.zeros_like(sound, dtype=torch.bool)
@@ -331,14 +274,6 @@ def no_u_turn(
     The new state is drawn by the weights exp(-H) of the trajectory's states; a doubling's own choice replaces the
     present one with probability min(1, w_new/w_old), which favours states far from the start. A doubling that turns
     within itself, or diverges, is left out, and ends the trajectory.
-
-    Args:
-        potential: U and its gradient.
-        state: of C chains; its momentum is drawn anew.
-        step: ε of each chain, shape (C,).
-        variance: v, shape (C, P).
-        draws: the iteration's random numbers.
-        max_depth: doublings at most, so at most 2^max_depth - 1 gradients.
 
     Source: Hoffman & Gelman 2014 (The No-U-Turn sampler), section 3.1; Betancourt 2017, appendix A.
     """

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.rows import rows_of
-from lightning_sgmcmc.chains.execution import StatelessCall, state_of
+from lightning_sgmcmc.chains.density import Densities, vmap_refusal
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.stacked import check_hooks
@@ -24,7 +25,7 @@ from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.datamodules.base import TensorBatches, evaluation_loader
 from lightning_sgmcmc.evaluation.passes import differs_in_training, indices_of, plain_data
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior, overrides
+from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
@@ -40,12 +41,8 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 
 
 def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
-    """Return all training data in the data set's order, without augmentation where a datamodule has its plain data.
-
-    Args:
-        model: the model, whose device and dtype the batches get.
-        data: a pair of tensors (x, y), a data set, a loader of one, or a datamodule.
-    """
+    """Return all training data in the data set's order, without augmentation where a datamodule has its plain data, on
+    the model's device and in its dtype."""
     datamodule = data if isinstance(data, pl.LightningDataModule) else None
     with unchanged_generators([model.device]):
         loader = _loader(data, batch_size)
@@ -54,18 +51,6 @@ def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
         raise ValueError("the data set is empty: a posterior needs data")
     _check_numbers(batches)
     return batches
-
-
-def count_of(data: Any) -> int | None:
-    """Return the number of data that a datamodule declares as `num_data`, or None."""
-    declared = getattr(data, "num_data", None)
-    return None if declared is None else int(declared)
-
-
-def length_of(model: EnergyModel, batches: Sequence[Any]) -> int:
-    """Return N: the log-likelihoods that the batches have, at the model's present parameters."""
-    with torch.no_grad():
-        return sum(len(model.log_likelihood(batch)) for batch in batches)
 
 
 def digest(values: Any) -> str:
@@ -150,17 +135,9 @@ class FullEnergy:
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
 
     Energies are added up in double precision. The scales of a `HierarchicalPrior` are integrated out. Chains are
-    computed one after another, each bit for bit as alone, or all at once by `torch.vmap`.
-
-    Args:
-        model: the model of one chain, in evaluation mode; its sampled parameters become views of one tensor.
-        batches: all data, on the model's device.
-        temperature: τ.
-        vmapped: whether chains are computed at once.
-
-    Attributes:
-        names: the sampled parameters, in the order of the columns, which are those of their sampled entries.
-        gradients: gradients of one chain over all data so far.
+    computed one after another, each bit for bit as alone, or all at once by `torch.vmap`. The model, in evaluation
+    mode, has its sampled parameters as views of one tensor; `names` has them in the order of the columns, which are
+    those of their sampled entries.
     """
 
     def __init__(
@@ -173,14 +150,13 @@ class FullEnergy:
         self._model = model
         self._batches = batches
         self._vmapped = vmapped
-        self._held = held_rows(model)
+        self._densities = Densities(model, marginal=True)
+        self._held = self._densities.held
         self._columns = sampled_columns(named, self._held)
         """The stretches of columns of all parameters that are sampled; the rest is a held row."""
         self._shapes = [without_row(t, self._held[n]).shape if n in self._held else t.shape for n, t in named.items()]
         self._flat = FlatParameters([list(named.values())], 1)
-        self._likelihood = StatelessCall(model, type(model).log_likelihood)
-        self._has_own_prior = overrides(model, "log_prior")
-        if self._has_own_prior and isinstance(model.prior, HierarchicalPrior):
+        if self._densities.has_own_prior and isinstance(model.prior, HierarchicalPrior):
             raise ValueError(
                 f"{type(model).__name__} defines log_prior, so the scales of its HierarchicalPrior cannot be "
                 "integrated out: pass another prior"
@@ -240,7 +216,9 @@ class FullEnergy:
             each = self._model.log_likelihood(batch)
             check_shape(each)
             total += self._backward(each.sum(dtype=widest_dtype(each.device)))
-        total += self._backward(widest(self._log_prior()))
+        total += self._backward(
+            widest(self._densities.present_log_prior(named_trainable(self._model) | prior_state(self._model)))
+        )
         return total, self._of_columns(self._flat.gradients[0])
 
     def _backward(self, log_density: Tensor) -> Tensor:
@@ -249,29 +227,17 @@ class FullEnergy:
             part.sum().backward()
         return part.detach()
 
-    def _log_prior(self) -> Tensor:
-        model = self._model
-        if self._has_own_prior:
-            return model.log_prior()
-        named = of_prior(model)
-        if isinstance(model.prior, HierarchicalPrior):
-            return model.prior.log_marginal(named)
-        return model.prior.log_prob(named)
-
     # -- all at once --------------------------------------------------------------------------------------------------
 
     def _together(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         leaf = rows.detach().requires_grad_()
         total = rows.new_zeros(len(rows), dtype=widest_dtype(rows.device))
-        over_chains = torch.vmap(self._likelihood.call, in_dims=(0, None))
         for batch in self._batches:
             try:
-                each = over_chains(self._complete(self.sampled(leaf)), batch)
+                state = self._complete(self.sampled(leaf))
+                each = self._densities.log_likelihoods(state, batch, randomness="error")
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"torch.vmap cannot run the network for all chains at once ({str(error).splitlines()[0]}): pass "
-                    "chain_execution='loop' to the module, which runs one chain after another"
-                ) from error
+                raise vmap_refusal(error, self._model) from error
             check_shape(each, chains=True)
             total += self._backward(each.sum(1, dtype=widest_dtype(each.device)))
         total += self._backward(widest(self._log_priors(self.sampled(leaf))))
@@ -287,16 +253,9 @@ class FullEnergy:
         return found
 
     def _log_priors(self, named: dict[str, Tensor]) -> Tensor:
-        model = self._model
-        if self._has_own_prior:
-            found: Tensor = torch.vmap(StatelessCall(model, type(model).log_prior).call)(self._complete(named))
-            return found
         count = len(next(iter(named.values())))
-        state = {name: tensor.expand(count, *tensor.shape) for name, tensor in prior_state(model).items()}
-        entries = Entries({**named, **state}, self._held)
-        if isinstance(model.prior, HierarchicalPrior):
-            return model.prior.log_marginal(entries, chains=True)
-        return model.prior.log_prob_of_chains(entries)
+        state = {name: tensor.expand(count, *tensor.shape) for name, tensor in prior_state(self._model).items()}
+        return self._densities.log_priors(self._complete(named), Entries({**named, **state}, self._held))
 
 
 # -- problem -----------------------------------------------------------------------------------------------------------
@@ -305,17 +264,7 @@ class FullEnergy:
 class Problem:
     """The posterior of a module given its data; the module is copied and stays as it is.
 
-    Args:
-        chains: C.
-        start: how chains start, see `BayesianModule`; None is as the module says.
-        dtype: of the chains; None is the module's.
-
-    Attributes:
-        model: the copy, in evaluation mode.
-        energy: U/τ over all data.
-        num_data: N.
-        initial: positions at the start, shape (C, P).
-        columns: what inputs and targets are, if a datamodule says so.
+    `model` is the copy in evaluation mode, `energy` U/τ over all data, and `initial` the chains' starts, shape (C, P).
     """
 
     def __init__(
@@ -341,7 +290,9 @@ class Problem:
         batches = all_batches(self.model, data, batch_size)
         for batch in batches:
             check_batch(self.model, None, batch)
-        self.num_data = self.model.num_data = _count(module, data, length_of(self.model, batches))
+        with torch.no_grad():
+            found = sum(len(self.model.log_likelihood(batch)) for batch in batches)
+        self.num_data = self.model.num_data = _count(module, data, found)
         execution = self.model.chains.execution
         temperature = module.temperature
         assert isinstance(temperature, float), "_copied has checked it"
@@ -368,13 +319,8 @@ class Problem:
         return self.model.chains.sharing.tensors()
 
     def sample(self, row: Tensor, energy: float, step: int, chain: int) -> PosteriorSample:
-        """Return a draw as a sample of the posterior.
-
-        Args:
-            row: the sampled parameters, shape (P,).
-            energy: U/τ.
-            step: the iteration, from 1, warm-up included.
-        """
+        """Return a draw, parameters of shape (P,) with U/τ there, as a sample; iterations count from 1 with the
+        warm-up."""
         model, shared = self.model, self.shared()
         self.energy.put(row)
         named = named_trainable(model)
@@ -485,8 +431,9 @@ def _check_held(named: Mapping[str, Tensor], given: Mapping[str, Tensor], held: 
 
 def _count(module: BayesianModule, data: Any, found: int) -> int:
     """Return N, which all sources must agree on."""
-    for what, count in (("num_data", module.given_num_data), (f"{type(data).__name__}.num_data", count_of(data))):
-        if count is not None and count != found:
+    declared = getattr(data, "num_data", None)
+    for what, count in (("num_data", module.given_num_data), (f"{type(data).__name__}.num_data", declared)):
+        if count is not None and int(count) != found:
             raise ValueError(
                 f"{what}={count} contradicts the {found} training data: leave num_data out, and pass all data"
             )

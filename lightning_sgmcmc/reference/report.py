@@ -122,11 +122,8 @@ def read_report(path: str | Path) -> ReferenceReport:
 
 
 def agreement(traces: np.ndarray) -> tuple[float, float, float]:
-    """Return the largest R-hat and the smallest bulk and tail sizes of several quantities; NaN for too few draws.
-
-    Args:
-        traces: shape (C, S, Q).
-    """
+    """Return the largest R-hat and the smallest bulk and tail sizes of traces, shape (C, S, Q); NaN for too few
+    draws."""
     found = [chain_diagnostics(traces[:, :, place]) for place in range(traces.shape[2])]
     values = np.array([(one.rhat, one.ess_bulk, one.ess_tail) for one in found])
     known = values[np.isfinite(values).all(1)]
@@ -136,10 +133,7 @@ def agreement(traces: np.ndarray) -> tuple[float, float, float]:
 
 
 def missing_information(hamiltonians: np.ndarray) -> list[float]:
-    """Return E(ΔH²)/Var(H) of each chain; NaN for fewer than two iterations.
-
-    Args:
-        hamiltonians: H at the start of each iteration, shape (C, S).
+    """Return E(ΔH²)/Var(H) of each chain from H at each iteration's start, shape (C, S); NaN for fewer than two.
 
     Source: Betancourt 2016 (Diagnosing suboptimal cotangent disintegrations in Hamiltonian Monte Carlo).
     """
@@ -198,10 +192,6 @@ class RunFolder:
     """A folder in which one process at a time makes a run, and a later one continues it.
 
     `samples` is the store, and `chains.pt` the state of the chains after an iteration that is complete in the store.
-
-    Attributes:
-        store: the samples.
-        state: the state to continue from; None for a new run.
     """
 
     def __init__(
@@ -290,11 +280,7 @@ def _shown(value: Any) -> str:
 
 
 class Traces:
-    """Sums over iterations, the Hamiltonians after the warm-up, and energies and log-likelihoods of the draws.
-
-    Args:
-        chains: C.
-    """
+    """Sums over iterations, the Hamiltonians after the warm-up, and energies and log-likelihoods of the draws."""
 
     def __init__(self, chains: int) -> None:
         self._sums = {name: torch.zeros(chains, dtype=torch.float64) for name in COUNTED}
@@ -328,12 +314,7 @@ class Traces:
     def report(
         self, chains: HamiltonianChains, settings: Settings, parameters: int, num_data: int, seconds: float
     ) -> ReferenceReport:
-        """Return the record of a run that has ended.
-
-        Args:
-            parameters: P.
-            num_data: N.
-        """
+        """Return the record of a run that has ended, of P parameters and N data."""
         count = len(self._hamiltonians)
         means = {name: (total / count).tolist() for name, total in self._sums.items()}
         values = torch.stack(self._draws, 1).numpy()

@@ -148,11 +148,8 @@ def _drawn(module: BayesianModule, problem: Problem, settings: Settings, path: P
 
 
 class _Run:
-    """Makes the iterations of a run, and keeps its samples, traces and state.
-
-    Args:
-        folder: where the state is kept, and continued from; None keeps none.
-    """
+    """Makes the iterations of a run, and keeps its samples, traces and state; the state is continued from the
+    folder."""
 
     def __init__(self, problem: Problem, settings: Settings, store: SampleStore, folder: RunFolder | None) -> None:
         self._problem = problem

@@ -1,6 +1,6 @@
 """Samplers: torch optimizers that draw from a posterior.
 
-There is one update rule in each file. `base.py` has their base class, `law.py` the law of one step and `noise.py` the
+There is one subject in each file. `sampler.py` has their base class, `law.py` the law of one step and `noise.py` the
 injected noise.
 """
 

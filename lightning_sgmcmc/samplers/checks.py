@@ -6,18 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_number
-from lightning_sgmcmc.tensors import Control
-
 LARGEST_COUNT = 2**62
 OF_THE_FIT = ("initial_lr", "name")
 """Entries of a group that only some fits have: a learning rate schedule's, and the pattern of its parameters."""
-
-
-def check_initial_control(name: str, value: Control) -> None:
-    """Raise unless a control is a tensor, or a finite number ≥ 0."""
-    if not isinstance(value, Tensor):
-        check_number(name, value, optional=False)
 
 
 def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
@@ -91,10 +82,8 @@ def _is_generator(value: Any) -> bool:
 
 
 def torch_state(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return torch's part of a saved state, with the groups' tensors on the devices of the parameters.
-
-    Torch moves the state of the parameters only, and a checkpoint's tensors are on the CPU.
-    """
+    """Return torch's part of a saved state, with the groups' tensors moved to the parameters' devices, as torch does
+    not."""
     devices = [group["params"][0].device for group in groups]
     moved = [
         {name: value.to(device) if isinstance(value, Tensor) else value for name, value in group.items()}

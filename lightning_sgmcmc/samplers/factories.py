@@ -12,11 +12,8 @@ SET_BY_MODULE = ("lr", "temperature", "num_data", "num_chains", "seed", "first_c
 
 
 def check_sampler(sampler: Any, lr: Any = None) -> None:
-    """Raise unless `sampler` is a sampler factory that leaves the module's own arguments to the module.
-
-    Args:
-        lr: the module's lr; with None the factory may set its own.
-    """
+    """Raise unless `sampler` is a sampler factory that leaves the module's own arguments to it; one without lr may set
+    it."""
     made = sampler.func if isinstance(sampler, functools.partial) else sampler
     if isinstance(sampler, Sampler):
         raise TypeError(

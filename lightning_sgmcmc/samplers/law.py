@@ -71,12 +71,7 @@ class StepLaw:
 
 
 def heat_of_gradient_noise(force: Control, variance: Control) -> Control:
-    """Return b²/s², infinite where s² = 0, and 0 where b = 0 too, as at a step size of 0.
-
-    Args:
-        force: b of a law with κ = 1.
-        variance: s².
-    """
+    """Return b²/s² of a law with κ = 1, infinite where s² = 0, and 0 where b = 0 too, as at a step size of 0."""
     if isinstance(force, Tensor) or isinstance(variance, Tensor):
         quotient = torch.as_tensor(force**2 / variance)
         return quotient.nan_to_num(nan=0.0, posinf=math.inf)
@@ -118,10 +113,7 @@ def half_move(step: Control, friction: Control) -> Control:
 
 
 def bridge_variance(step: Control, friction: Control, temperature: Control) -> Control:
-    """Return 4·τ·(y - tanh y)/γ², the variance of the position's displacement given the momenta at both ends.
-
-    It is γ·τ·h³/6 for small h·γ.
-    """
+    """Return 4·τ·(y - tanh y)/γ², about γ·τ·h³/6, the variance of the displacement given the momenta at both ends."""
     return temperature * lag(step * (friction / 2)) * (4 / friction**2)
 
 

@@ -101,10 +101,8 @@ class MCLMC(Sampler):
     def _geometry(
         self, group: dict[str, Any], params: Sequence[Tensor], momenta: list[Tensor], forces: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Control]:
-        """Return |g|², g·r and |r|², each of shape (C,), and the angle δ of a step's flow over |g|, with the sign of κ.
-
-        δ = h·κ·N·|g|·√(d/τ)/(d-1).
-        """
+        """Return |g|², g·r and |r|², each of shape (C,), and δ/|g| with the sign of κ, for the angle of a step's flow δ
+        = h·κ·N·|g|·√(d/τ)/(d-1)."""
         assert self.num_data is not None
         dimension = self._coordinates(params)
         rate = group["lr"] * group["gradient_multiplier"] * self.num_data * dimension / (dimension - 1)
@@ -143,14 +141,7 @@ class MCLMC(Sampler):
 
     @staticmethod
     def _turn(square: Tensor, product: Tensor, length: Tensor, rate: Control) -> tuple[Tensor, Tensor]:
-        """Return the factors of r and of g in the direction after the first line, each of shape (C,).
-
-        Args:
-            square: |g|², shape (C,).
-            product: g·r, shape (C,).
-            length: |r|², shape (C,).
-            rate: δ/|g|, with the sign of κ.
-        """
+        """Return the factors of r and of g in the direction after the first line, from what `_geometry` returned."""
         per_gradient = square.clamp_min(SMALLEST).rsqrt()
         per_momentum = length.clamp_min(SMALLEST).rsqrt()
         angle = square.sqrt() * (rate.abs() if isinstance(rate, Tensor) else abs(rate))

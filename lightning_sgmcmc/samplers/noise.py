@@ -22,11 +22,8 @@ class ChainNoise:
     generator seeded with `(seed, first_chain + c)`. So a chain's noise does not depend on the number of chains in its
     process or on the global generator, and ranks with the same chain draw the same noise.
 
-    Args:
-        parameters: all parameters, in the order in which they share the buffer. They share a device and a dtype.
-        num_chains: number of chains C; with C > 1 every parameter has a leading axis of size C.
-        ahead: whether to draw the next step's noise in a background thread; None does so on a CPU with a spare core.
-        draws: standard normal tensors for each parameter; it may change until the first draw.
+    `ahead` draws the next step's noise in a background thread; None does so on a CPU with a spare core. `draws`, the
+    normal tensors for each parameter, may change until the first draw.
     """
 
     def __init__(
@@ -102,19 +99,16 @@ class ChainNoise:
         axis = int(self.num_chains > 1)
         rows = ((view, self.held.get(place % len(self._parameters))) for place, view in enumerate(self._views))
         self._silent = [view.select(axis, row) for view, row in rows if row is not None]
-        self._make_generators(first.device)
-        ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
-        self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
-
-    def _make_generators(self, device: torch.device) -> None:
         self._generators = []
         for chain in range(self.first_chain, self.first_chain + self.num_chains):
-            generator = torch.Generator(device=device)
+            generator = torch.Generator(device=first.device)
             generator.manual_seed(derive_seed(self.seed, "noise", chain))
             self._generators.append(generator)
         if self._loaded is not None:
-            self._restore(self._loaded, device)
+            self._restore(self._loaded, first.device)
             self._loaded = None
+        ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
+        self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
 
     def _restore(self, state: dict[str, Any], device: torch.device) -> None:
         if state["device"] == device.type:

@@ -16,9 +16,6 @@ class ReversibleLangevin(UnderdampedLangevin):
     A trajectory is a sequence of steps that is the same forwards and backwards. Subclasses differ in where they cut it:
     `GGMC` in the middle of a momentum's update, `AMAGOLD` in the middle of a move. Without a trajectory both are
     `UnderdampedLangevin(integrator="obabo")`.
-
-    Args:
-        friction: γ > 0, per unit of time.
     """
 
     least_steps: int = 1
@@ -194,14 +191,8 @@ class AMAGOLD(ReversibleLangevin):
 
 
 def log_acceptance(start: Tensor, end: Tensor, work: Tensor, temperature: Control) -> Tensor:
-    """Return (U(θ_0) - U(θ_K) + W)/τ, the log of the acceptance probability where it is below 0, shape (C,).
-
-    Args:
-        start: U at the trajectory's start with all data, shape (C,), in nats.
-        end: U at its end.
-        work: W, the work of the trajectory's forces (`ReversibleLangevin.work`), shape (C,), in nats.
-        temperature: τ > 0.
-    """
+    """Return (U(θ_0) - U(θ_K) + W)/τ, the log of the acceptance probability where it is below 0, shape (C,); W is the
+    work of the trajectory's forces (`ReversibleLangevin.work`)."""
     return (start - end + work) / temperature
 
 
@@ -229,11 +220,7 @@ class Trajectory:
 
     @torch.no_grad()
     def begin(self, energy: Tensor) -> None:
-        """Begin a trajectory at the chains' states.
-
-        Args:
-            energy: U of these states with all data, shape (C,), float64.
-        """
+        """Begin a trajectory at the chains' states, whose U with all data has shape (C,), float64."""
         present = self._present()
         if not self._start:
             self._start = [torch.empty_like(tensor) for tensor in present]
@@ -248,14 +235,11 @@ class Trajectory:
 
     @torch.no_grad()
     def end(self, energy: Tensor, log_uniforms: Tensor) -> Tensor:
-        """Test the trajectory of each chain; return its log-acceptance, shape (C,).
+        """Test the trajectory of each chain, from U of its state and the log of a uniform number; return its
+        log-acceptance.
 
-        A rejected chain has the position of the start again, bit for bit, and the start's momentum reversed. A NaN is
-        a rejection. Afterwards `energy` is that of the chains' states.
-
-        Args:
-            energy: U of the chains' states with all data, shape (C,), float64.
-            log_uniforms: the logarithm of a uniform number for each chain, shape (C,), on the energies' device.
+        A rejected chain has the position of the start again, bit for bit, and the start's momentum reversed. A NaN is a
+        rejection. Afterwards `energy` is that of the chains' states. All have shape (C,).
         """
         sampler = self._sampler
         assert sampler.work is not None
@@ -283,12 +267,7 @@ class Trajectory:
         return self._start
 
     def restore(self, tensors: list[Tensor], energy: Tensor, work: Tensor) -> None:
-        """Continue a trajectory.
-
-        Args:
-            energy: U of its start, shape (C,), float64.
-            work: W so far, shape (C,), float64.
-        """
+        """Continue a trajectory with U of its start and the work so far, each of shape (C,), float64."""
         self._start, self.energy, self._sampler.work = tensors, energy, work
 
     def _present(self) -> list[Tensor]:

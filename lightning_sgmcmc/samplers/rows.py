@@ -18,13 +18,8 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class FlatGroup:
-    """A parameter group's columns of `FlatParameters`.
-
-    Args:
-        parameters: the group's parameters, views of `values`.
-        values: the columns, shape (C, d).
-        gradients: the columns of the gradients, shape (C, d).
-    """
+    """A parameter group's columns of `FlatParameters` and of their gradients, shape (C, d); the parameters are
+    views."""
 
     def __init__(self, parameters: Sequence[Tensor], values: Tensor, gradients: Tensor) -> None:
         self.parameters = list(parameters)
@@ -60,11 +55,8 @@ class FlatGroup:
         return self._columns
 
     def buffer(self, state: State, name: str) -> Tensor:
-        """Return a flat tensor of the state, zero at first, whose views are the parameters' own state.
-
-        Args:
-            state: the optimizer's; after it has been loaded, its tensors are copied into a new flat one.
-        """
+        """Return a flat tensor of the state, zero at first, whose views are the parameters' own state; tensors of a
+        loaded state are copied into a new one."""
         kept = self._buffers.get(name)
         if kept is not None and state[self.parameters[0]].get(name) is kept[1]:
             return kept[0]
@@ -82,11 +74,8 @@ class FlatGroup:
 class FlatParameters:
     """The parameters of C chains as one tensor (C, P), one row for each chain; the parameters become views of it.
 
-    Args:
-        groups: the parameters of each parameter group, in the order of the columns; with C > 1 each has a leading axis
-            of size C.
-        num_chains: C.
-        fused: whether a step's functions of the rows are compiled, each to a kernel or two.
+    The columns are those of the groups, in their order. Where it is `fused`, a step's functions of the rows are
+    compiled, each to a kernel or two.
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], num_chains: int, fused: bool = False) -> None:
@@ -122,14 +111,10 @@ class FlatParameters:
 
     @staticmethod
     def suits(parameters: Sequence[Tensor], num_chains: int) -> bool:
-        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes
-        or channels last, no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
+        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes or
+        channels last, no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
 
         Weights that lie channels last do not during the fit; a convolution still computes in the format of its input.
-
-        Args:
-            parameters: in the order of the columns; with C > 1 each has a leading axis of size C.
-            num_chains: C.
         """
         pointers = {p.data_ptr() for p in parameters if p.numel()}
         ordered = all(_format_of(p) is not None and p.numel() for p in parameters) and len(pointers) == len(parameters)
@@ -202,11 +187,8 @@ def _format_of(tensor: Tensor) -> torch.memory_format | None:
 
 
 def _splits_pairs(parameters: Sequence[Tensor], num_chains: int) -> bool:
-    """Return whether rows would begin a parameter at an odd place that a network may view as complex numbers.
-
-    Such are those of three axes or more with two numbers in the last, as of a convolution in Fourier space; a matrix of
-    two columns is a layer of two inputs.
-    """
+    """Return whether rows would begin a parameter at an odd place that a network may view as complex numbers: one of
+    three axes or more with two numbers in the last, as of a convolution in Fourier space."""
     sizes = [p.numel() // num_chains for p in parameters]
     columns = sum(sizes) if num_chains > 1 else 0
     for parameter, start in zip(parameters, accumulate(sizes, initial=0), strict=False):
@@ -232,24 +214,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coefficient(value: Control, rows: Tensor) -> Tensor:
-    """Return a control in a shape that multiplies rows: () or (C, 1).
-
-    Args:
-        value: a number, or a tensor of shape (), (1,) or (C,).
-        rows: shape (C, d).
-    """
+    """Return a control in a shape that multiplies rows, () or (C, 1)."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=rows.dtype)
     return value.reshape(()) if value.numel() == 1 else value.view(-1, 1)
 
 
 def coefficients(group: Mapping[str, Any], rows: Tensor, num_data: int) -> list[Tensor]:
-    """Return a parameter group's lr, κ and τ, and N, each as `coefficient` does.
-
-    Args:
-        rows: shape (C, d).
-        num_data: N.
-    """
+    """Return a parameter group's lr, κ and τ, and N, each as `coefficient` does."""
     controls = (group["lr"], group["gradient_multiplier"], group["temperature"], num_data)
     return [coefficient(value, rows) for value in controls]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.checks import check_count, check_flag, names_arguments
-from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state, torch_state
+from lightning_sgmcmc.checks import check_count, check_flag, check_number, names_arguments
+from lightning_sgmcmc.samplers.checks import check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
@@ -100,19 +100,12 @@ class UpdateRule(Optimizer):
     # -- the law of a step, for diagnostics, EWSG and replica exchange ------------------------------------------------
 
     def plain_law(self, group: dict[str, Any]) -> StepLaw | None:
-        """Return `law` for a rule without a preconditioner, whose steps are so in the parameters' own coordinates.
-
-        Args:
-            group: as for `law`.
-        """
+        """Return `law` for a rule without a preconditioner, whose steps are so in the parameters' own coordinates."""
         return self.law(group)
 
     def planned_law(self, group: dict[str, Any]) -> StepLaw | None:
-        """Return the law by which a plan of the run follows the steps; None if it depends on the gradients.
-
-        Args:
-            group: as for `law`; controls may have any shape.
-        """
+        """Return the law by which a plan of the run follows the steps, for controls of any shape; None if it depends on
+        the gradients."""
         return self.plain_law(group)
 
     def plan_note(self) -> str | None:
@@ -130,18 +123,14 @@ class UpdateRule(Optimizer):
         return None
 
     def langevin_law(self, group: dict[str, Any]) -> StepLaw:
-        """Return the law of θ ← θ - lr·κ·g + √(2·lr·τ/N)·ξ, in the metric of the `preconditioner` where there is one.
-
-        It is SGLD's law, and what diagnostics assume of a rule whose `law` is None.
-        """
+        """Return SGLD's law, in the metric of a `preconditioner`; diagnostics assume it of a rule whose `law` is
+        None."""
         force = group["lr"] * group["gradient_multiplier"]
         return StepLaw(0.0, force, self._noise_variance(group), None, self._noise_factor(group))
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Return the momenta m of `law` before a step with noise; None for rules without momentum.
-
-        They are the state's own tensors, zero at first and converted if need be, so writing to them changes the state.
-        """
+        """Return the momenta m of `law` before a step with noise, the state's own tensors, zero at first and converted
+        if need be; None for rules without momentum."""
         return None if self.momentum_buffer is None else self._buffers(group["params"], self.momentum_buffer)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
@@ -154,10 +143,8 @@ class UpdateRule(Optimizer):
         return [self.state[p].get(name) if p in self.state else None for p in group["params"]]
 
     def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
-        """Multiply the momenta of a group's parameters by a number, or by a factor for each chain, shape (C,).
-
-        Momenta that a step without noise left have no temperature and stay as they are.
-        """
+        """Multiply the momenta of a group's parameters by a number, or by a factor for each chain, shape (C,), but for
+        those that a step without noise left, which have no temperature."""
         held = [momentum for momentum in self.stored_momenta(group) if momentum is not None]
         if held:
             self._scale(held, factor)
@@ -355,26 +342,17 @@ class Sampler(UpdateRule):
                 "parameters cannot be added to a running chain: pass all of them to the sampler's constructor"
             )
         for name in CONTROLS[:2]:
-            check_initial_control(name, param_group.get(name, self.defaults[name]))
+            value = param_group.get(name, self.defaults[name])
+            if not isinstance(value, Tensor):
+                check_number(name, value, optional=False)
         super().add_param_group(param_group)
 
     def hold(self, rows: Mapping[Tensor, int]) -> None:
-        """Hold a row of some parameters at its value: it gets no noise, gradient or momentum, and is no coordinate.
-
-        Args:
-            rows: by parameter, the place of the row along the first axis of one chain's tensor. It is called before
-                the first step.
-        """
+        """Hold a row of some parameters, along the first axis of one chain's tensor, at its value, before the first
+        step: it gets no noise, gradient or momentum, and is no coordinate."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.held = {place: rows[p] for place, p in enumerate(parameters) if p in rows}
         self._noise.held = self.held
-
-    @property
-    def _held_rows(self) -> "list[tuple[Tensor, int]]":
-        if not self.held:
-            return []
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return [(parameters[place], row) for place, row in self.held.items()]
 
     def _needs_num_data(self, temperature: Control) -> bool:
         return isinstance(temperature, Tensor) or temperature != 0
@@ -417,9 +395,12 @@ class Sampler(UpdateRule):
             loss = closure() if closure is not None else None
         if self.guard is not None and not self.guard.allows_update():
             return loss
-        for parameter, row in self._held_rows:
-            if parameter.grad is not None:
-                parameter.grad.select(int(self.num_chains > 1), row).zero_()
+        if self.held:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for place, row in self.held.items():
+                gradient = parameters[place].grad
+                if gradient is not None:
+                    gradient.select(int(self.num_chains > 1), row).zero_()
         if self.stand_in is not None:
             self.stand_in()
             self.step_count += 1

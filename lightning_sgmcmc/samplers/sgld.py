@@ -83,12 +83,9 @@ class PreconditionedSampler(Sampler):
         self._add_defaults(adapt=adapt, adapting=True, averaged=0)
 
     def set_adapting(self, adapting: bool) -> None:
-        """Let the preconditioner adapt, or freeze it; no effect with `adapt="always"`.
+        """Let the preconditioner adapt in the coming steps, or freeze it; no effect with `adapt="always"`.
 
         A schedule calls it before each step, with False in its sampling stages; a loop of your own calls it once.
-
-        Args:
-            adapting: whether the coming steps may change the preconditioner.
         """
         for group in self.param_groups:
             group["adapting"] = adapting
@@ -167,12 +164,7 @@ class PreconditionedSampler(Sampler):
         return [scratch[p] for p in params]
 
     def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float, least: float = 1e-8) -> None:
-        """Replace V̂ by √V̂ + floor·rms(√V̂) + least, the rms over each tensor within each chain.
-
-        Args:
-            out: V̂ of each, changed in place.
-            floor: λ.
-        """
+        """Replace V̂ by √V̂ + floor·rms(√V̂) + least in place, the rms over each tensor within each chain."""
         flat = self._flat_group(params)
         if flat is not None and out[0].device.type != "cpu":
             floors = flat.means(out[0]).sqrt_().mul_(floor).add_(least)

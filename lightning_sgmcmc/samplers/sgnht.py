@@ -74,11 +74,8 @@ class SGNHT(Sampler):
         return state["thermostat"]
 
     def adaptation_steps(self, group: dict[str, Any]) -> float:
-        """Return a·N·Q/(lr·τ), the steps in which η grows by a at twice the temperature; NaN at τ = 0.
-
-        Args:
-            group: a parameter group; of several values for chains the largest counts.
-        """
+        """Return a·N·Q/(lr·τ), the steps in which η grows by a at twice the temperature, the least of chains; NaN at τ
+        = 0."""
         rate = torch.as_tensor(group["lr"] * group["temperature"]).max().item() / (self.num_data or math.inf)
         return float(group["friction"] * group["thermal_inertia"] / rate) if rate > 0 else math.nan
 

@@ -79,13 +79,10 @@ FrictionForm: TypeAlias = Literal["diagonal", "matrix"]
 
 
 class MovingCovariance:
-    """The covariance C of mini-batch gradients ñ, calibrated on a pass over all batches at a place ω.
+    """The covariance C of mini-batch gradients ñ, or its diagonal, calibrated on a pass over all batches at a place ω.
 
     Afterwards each batch of a step replaces its gradient at ω by its present one, with weight w = 1/batches of an
     epoch. From the second epoch after a calibration on, earlier replacements decay with the same weight.
-
-    Args:
-        form: "diagonal" estimates the diagonal of C, "matrix" all of C.
 
     Source: Li et al. 2021 (EWSG), Algorithm 2.
     """
@@ -145,12 +142,9 @@ class MovingCovariance:
             self.current = self._moments.covariance()
 
     def replace(self, present: Tensor, reference: Tensor) -> None:
-        """Replace a batch's gradient at ω by its present one.
-
-        Args:
-            present: ñ with the prior's part, shape (C, d); it is overwritten. Chains whose gradient is not finite keep
-                the gradient at ω, since their step may be skipped.
-            reference: ñ at ω without the prior's part, shape (C, d); it is overwritten.
+        """Replace a batch's gradient at ω by its present one, both of shape (C, d) and overwritten, the present one
+        with the prior's part. Chains whose gradient is not finite keep the one at ω, since their step may be
+        skipped.
         """
         if self._moments is None:
             return
@@ -187,11 +181,7 @@ class MovingCovariance:
         }
 
     def load_state_dict(self, state: dict[str, Any], own: Callable[[Tensor], Tensor]) -> None:
-        """Restore from `state_dict()`.
-
-        Args:
-            own: makes this process's rows, on its device and as new tensors, from those of all chains.
-        """
+        """Restore from `state_dict()`; `own` makes this process's rows, as new tensors, from those of all chains."""
         if "moments" not in state:
             return
         if state["form"] != self.form:
@@ -203,13 +193,7 @@ class MovingCovariance:
 
 
 def friction_factor(step: Control, temperature: Control, multiplier: Control) -> Control:
-    """Return h·κ²/(2τ), a number or of shape (C, 1); 0 for chains at temperature 0.
-
-    Args:
-        step: h.
-        temperature: τ.
-        multiplier: κ, the gradient multiplier.
-    """
+    """Return h·κ²/(2τ), a number or of shape (C, 1); 0 for chains at temperature 0."""
     step, temperature, multiplier = (_column(control) for control in (step, temperature, multiplier))
     factor = step * multiplier * multiplier / (2 * temperature)
     if isinstance(temperature, Tensor):
@@ -218,17 +202,10 @@ def friction_factor(step: Control, temperature: Control, multiplier: Control) ->
 
 
 def friction_force(covariance: Tensor, momenta: Tensor, factor: Control, step: Control, friction: float) -> Tensor:
-    """Return (Γ-γ)·r with Γ = γ + h·κ²·C/(2τ), shape (C, d).
+    """Return (Γ-γ)·r with Γ = γ + h·κ²·C/(2τ), shape (C, d), for C of shape (C, d, d) or its diagonal, shape (C, d).
 
     Eigenvalues of Γ-γ below 0 count as 0, since they would drive the chain. Larger ones are limited so that h·Γ ≤ 1: a
-    step with h·Γ = 1 forgets the momentum.
-
-    Args:
-        covariance: C or its diagonal, shape (C, d, d) or (C, d).
-        momenta: r, shape (C, d).
-        factor: what `friction_factor` returned.
-        step: h.
-        friction: γ.
+    step with h·Γ = 1 forgets the momentum. The factor is what `friction_factor` returned.
     """
     if covariance.dim() == 2:
         return _bounded_(covariance * factor, step, friction).mul_(momenta)

@@ -9,24 +9,19 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.execution import StatelessCall, evaluation_mode, state_of
+from lightning_sgmcmc.chains.density import Densities
+from lightning_sgmcmc.chains.execution import evaluation_mode, state_of
 from lightning_sgmcmc.tensors import as_rows, exact_device
 
 
 class Snapshot:
-    """Parameters and buffers of all chains of this process at one time, θ_q.
-
-    Args:
-        chains: the chains; with several, the model's tensors have a leading chain axis, and so have the snapshot's.
-        with_gradients: whether gradients at θ_q are wanted, too.
-    """
+    """Parameters and buffers of all chains of this process at one time, θ_q, and if so wanted gradients there."""
 
     def __init__(self, chains: Chains, with_gradients: bool = False) -> None:
         module = chains.model
         self._chains = chains
         self._module = module
-        self._call = StatelessCall(module, type(module).log_likelihood)
-        self._prior = StatelessCall(module, type(module).log_prior)
+        self._densities = Densities(module)
         self._vmapped = chains.num_chains > 1 and chains.execution in ("auto", "vmap")
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._present().items()}
         self.log_likelihood = torch.zeros(chains.num_chains, dtype=torch.float64, device=exact_device(module.device))
@@ -86,11 +81,10 @@ class Snapshot:
         module, own = self._module, isinstance(batch, ChainBatches)
         with torch.set_grad_enabled(bool(self.parameters)), evaluation_mode(module):
             if self._vmapped:
-                over_chains = torch.vmap(self._call.call, in_dims=(0, 0 if own else None), randomness="different")
-                found: Tensor = over_chains(self._states[0], batch.stacked() if own else batch)
-                return found
-            each = [self._call.call(s, batch[c] if own else batch) for c, s in enumerate(self._states)]
-            return torch.stack(each)
+                stacked, axis = batch.stacked() if own else batch, 0 if own else None
+                return self._densities.log_likelihoods(self._states[0], stacked, axis)
+            each = enumerate(self._states)
+            return torch.stack([self._densities.log_likelihood(s, batch[c] if own else batch) for c, s in each])
 
     def log_prior(self) -> Tensor:
         """Return log p(θ_q) of each chain, shape (C,)."""
@@ -98,14 +92,10 @@ class Snapshot:
         with torch.set_grad_enabled(bool(self.parameters)):
             if self._vmapped:
                 states = [{name: t[c] for name, t in states[0].items()} for c in range(self._chains.num_chains)]
-            return torch.stack([self._prior.call(state) for state in states])
+            return torch.stack([self._densities.log_prior(state) for state in states])
 
     def add_gradients(self, log_density: Tensor, divisor: float) -> None:
-        """Add the gradients of each chain's -Σ_i log_density_i/divisor to the sums.
-
-        Args:
-            log_density: what `of_batch` or `log_prior` returned; its graph is used up.
-        """
+        """Add the gradients of each chain's -Σ_i log_density_i/divisor to the sums; the densities' graph is used up."""
         (-log_density.sum() / divisor).backward()  # type: ignore[no-untyped-call]
         self.count += 1
 
@@ -163,11 +153,6 @@ class Snapshot:
 
 
 def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = None) -> Tensor:
-    """Return tensors of chains as one row for each chain, shape (C, d).
-
-    Args:
-        tensors: with a leading chain axis where C > 1.
-        num_chains: C.
-    """
+    """Return tensors of C chains as one row for each chain, shape (C, d)."""
     parts = [as_rows(tensor, num_chains) for tensor in tensors]
     return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
