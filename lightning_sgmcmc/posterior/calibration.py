@@ -50,7 +50,7 @@ from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import widest
 
 
-def sureness(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
+def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
     """Return the calibration temperature of class probabilities, 1 for a calibrated predictive, None for another kind.
 
     It has the least NLL with a prior N(0, prior_std²) of its logarithm, without which a few data would determine it.
@@ -143,9 +143,12 @@ def fit_calibration(
         if isinstance(prediction, MultiLabelPrediction):
             probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
         value = fit_temperature(probabilities, labels)
-        before = class_nll(probabilities, labels)
-        after = class_nll(tempered(probabilities, value), labels)
-        _warn_of_bounds(value)
+        if not SMALLEST * 1.001 < value < LARGEST / 1.001:
+            rank_zero_warn(
+                f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
+                "optimum (all predictions are right, or no better than chance): use more data."
+            )
+        before, after = class_nll(probabilities, labels), class_nll(tempered(probabilities, value), labels)
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
@@ -198,14 +201,6 @@ def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:
         rank_zero_warn(
             "calibrate seems to get training data (its loader shuffles, or has the fit's data set): predictions of "
             "them are too sure, so the calibration would be wrong; pass validation data."
-        )
-
-
-def _warn_of_bounds(value: float) -> None:
-    if not SMALLEST * 1.001 < value < LARGEST / 1.001:
-        rank_zero_warn(
-            f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
-            "optimum (all predictions are right, or no better than chance): use more data."
         )
 
 
@@ -326,9 +321,8 @@ class Conformal:
         """
         prediction = self.posterior.predict(x)
         if isinstance(prediction, ClassPrediction):
-            probabilities = widest(prediction.probabilities)
-            u = _uniform(len(probabilities), self.seed, "predict") if self.method == "adaptive" else None
-            scores = class_scores(probabilities, self.method == "adaptive", None if u is None else u.to(probabilities))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "conformal", "predict"))
+            scores = _scores_of_classes(widest(prediction.probabilities), self.method, generator)
             return ConformalPrediction(prediction, sets=scores <= self.threshold.to(scores))
         width = self.threshold.to(prediction.std) * prediction.std
         return ConformalPrediction(prediction, low=prediction.mean - width, high=prediction.mean + width)
@@ -352,14 +346,18 @@ def fit_conformal(
     if not scores:
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
     joined = torch.cat(scores)
-    return Conformal(posterior, _threshold(joined, level), level, method, seed, len(joined))
+    if joined.dim() == 1 or not bool(joined.isnan().any()):
+        threshold = conformal_threshold(joined, level)
+    else:  # a number that is not observed is NaN
+        threshold = torch.stack([conformal_threshold(each[~each.isnan()], level) for each in joined.unbind(1)])
+    return Conformal(posterior, threshold, level, method, seed, len(joined))
 
 
-def _threshold(scores: Tensor, level: float) -> Tensor:
-    """Return `conformal_threshold` of the observed data of each column; others are NaN."""
-    if scores.dim() == 1 or not bool(scores.isnan().any()):
-        return conformal_threshold(scores, level)
-    return torch.stack([conformal_threshold(column[~column.isnan()], level) for column in scores.unbind(1)])
+def _scores_of_classes(probabilities: Tensor, method: Method, generator: torch.Generator) -> Tensor:
+    if method == "threshold":
+        return class_scores(probabilities, False, None)
+    u = torch.rand(len(probabilities), generator=generator, dtype=torch.float64)
+    return class_scores(probabilities, True, u.to(probabilities))
 
 
 def _scores(
@@ -372,9 +370,7 @@ def _scores(
         if known is not None:
             probabilities, target = probabilities[known.to(probabilities.device)], target[known]
         labels = (read(target) if read is not None else target).long().to(probabilities.device)
-        u = torch.rand(len(labels), generator=generator, dtype=torch.float64) if method == "adaptive" else None
-        each = class_scores(probabilities, method == "adaptive", None if u is None else u.to(probabilities))
-        return each.gather(1, labels[:, None])[:, 0]
+        return _scores_of_classes(probabilities, method, generator).gather(1, labels[:, None])[:, 0]
     if isinstance(prediction, RegressionPrediction):
         mean, std = widest(prediction.mean), widest(prediction.std)
         target = target.to(mean)
@@ -386,8 +382,3 @@ def _scores(
         f"conformal makes sets of classes or intervals of numbers, and {type(model.likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"
     )
-
-
-def _uniform(count: int, seed: int, name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", name))
-    return torch.rand(count, generator=generator, dtype=torch.float64)

@@ -24,6 +24,7 @@ from lightning_sgmcmc.posterior.manifest import (
     SHARED,
     Manifest,
     OpenFiles,
+    checksum,
     fill_aside,
     in_order,
     is_newer,
@@ -35,7 +36,6 @@ from lightning_sgmcmc.posterior.manifest import (
     read_sample_file,
     read_shared,
     shared_shapes,
-    verify_content,
     write_manifest,
     write_shared,
 )
@@ -132,8 +132,8 @@ class DiskStore(SampleStore):
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             make_folder(path)
-            checksum = write_shared(path, shared or {})
-            content = write_manifest(model_description, uuid.uuid4().hex, (), columns, checksum)
+            of_shared = write_shared(path, shared or {})
+            content = write_manifest(model_description, uuid.uuid4().hex, (), columns, of_shared)
             write_atomically(path / MANIFEST, content)
         except OSError as error:
             raise unusable(path, error) from error
@@ -243,7 +243,8 @@ class DiskStore(SampleStore):
         try:
             content = self._held.read(record.file) or read_sample_file(path)
             if record.file not in self._verified:
-                verify_content(content, record)
+                if checksum(content) != record.checksum:
+                    raise OSError("its checksum differs from the manifest's")
                 self._verified.add(record.file)
             tensors = in_order(load(content), content)
         except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
@@ -313,16 +314,13 @@ class DiskStore(SampleStore):
         self.discard(dropped)
 
     def keep_newest(self, count: int) -> set[str]:
-        """Drop the oldest samples; their files stay until `discard`.
+        """Drop all samples except the newest; return the files that the manifest no longer has, for `discard`.
 
         The manifest is rewritten only after every `count / 20` dropped samples, so that a sample's cost does not grow
         with `count`; `trim` rewrites it at once.
 
         Args:
             count: the number of samples to keep.
-
-        Returns:
-            the files that have been removed from the manifest, and can be deleted.
         """
         surplus = max(len(self.records) - count, 0)
         self._dropped += self.records[:surplus]
@@ -428,7 +426,7 @@ class LaggingStore(DiskStore):
         try:
             writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier)), size)
         except OSError:
-            self._places.discard((sample.step, sample.chain, sample.draw))
+            self._places.discard(_place_of(sample))
             raise
 
     def set_contour_later(self, contour: LearnedContour) -> None:

@@ -45,14 +45,9 @@ LARGEST_COUNT = 2**62
 
 @dataclass
 class Manifest:
-    """What a manifest says.
+    """What a manifest says: of the network, the library and the run that wrote it, the columns, and the samples.
 
     Attributes:
-        model: the description of the network, or None.
-        library: version of the library that wrote it, "" if it does not say.
-        run: identifies the run that wrote it.
-        columns: what inputs and targets are.
-        records: of the samples.
         damaged_lines: numbers of the lines that are no records, from 1.
         shared: the checksum of the file with what all samples share, None without one.
     """
@@ -170,11 +165,8 @@ def record_from(entry: Any) -> SampleRecord:
 
 def is_newer(library: str) -> bool:
     """Return whether a version of this library is newer than the installed one."""
-    return _parts(library) > _parts(version("lightning-sgmcmc"))
-
-
-def _parts(library: str) -> list[int]:
-    return [int(number) for number in re.findall(r"[0-9]{1,9}", library)[:3]]
+    theirs, ours = (re.findall(r"[0-9]{1,9}", name)[:3] for name in (library, version("lightning-sgmcmc")))
+    return list(map(int, theirs)) > list(map(int, ours))
 
 
 def _is_count(value: Any) -> bool:
@@ -285,12 +277,6 @@ def most_open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
-def verify_content(content: bytes, record: SampleRecord) -> None:
-    """Raise OSError if a file is not the one that was written, according to the record."""
-    if checksum(content) != record.checksum:
-        raise OSError("its checksum differs from the manifest's")
-
-
 def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     """Return a file's tensors in the module's order."""
     length = int.from_bytes(content[:8], "little")
@@ -375,19 +361,15 @@ def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
     aside.mkdir()
     flush_folder(aside.parent)
     for file in files:
-        if is_regular(path / file):
-            _link_or_copy(path / file, aside / file)
+        if not is_regular(path / file):
+            continue
+        try:
+            os.link(path / file, aside / file)
+        except OSError:  # a file system without hard links
+            shutil.copy2(path / file, aside / file)
+            with open(aside / file, "r+b") as copied:
+                flush(copied)
     flush_folder(aside)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it on a file system without hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-        with open(target, "r+b") as copied:
-            flush(copied)
 
 
 # -- shared file -------------------------------------------------------------------------------------------------------
