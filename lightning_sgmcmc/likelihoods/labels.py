@@ -83,12 +83,8 @@ class MultiLabelBernoulli(Likelihood):
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         entropy = _binary_entropy(terms["label_probabilities"])
-        return MultiLabelPrediction(
-            probabilities=terms["label_probabilities"],
-            entropy=entropy,
-            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
-            sample_probabilities=per_sample,
-        )
+        information = (entropy - terms["sample_entropy"]).clamp_min(0)
+        return MultiLabelPrediction(terms["label_probabilities"], entropy, information, per_sample)
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
         observed = self.observed_entries(target)
@@ -168,12 +164,8 @@ class _DenseCategorical(Likelihood, ABC):
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         entropy = predictive_entropy(terms["dense_probabilities"])
-        return ClassPrediction(
-            probabilities=terms["dense_probabilities"],
-            entropy=entropy,
-            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
-            sample_probabilities=per_sample,
-        )
+        information = (entropy - terms["sample_entropy"]).clamp_min(0)
+        return ClassPrediction(terms["dense_probabilities"], entropy, information, per_sample)
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
         return self._counted(prediction.probabilities, target)

@@ -9,7 +9,7 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -91,11 +91,7 @@ def describe_model(model: nn.Module) -> tuple[Any, str | None]:
 
 
 def description_for_store(model: EnergyModel) -> Any:
-    """Return the description of a model's network; warn if a later process cannot rebuild the network from it.
-
-    Args:
-        model: the model; of several chains the first, since samples are of one chain's network.
-    """
+    """Return the description of a model's network, of its first chain; warn if it cannot be rebuilt from it."""
     with model.at_chain(0):
         description, reason = describe_model(model)
     if reason is None:
@@ -121,11 +117,9 @@ def description_for_store(model: EnergyModel) -> Any:
 
 
 def build(description: Any, net: nn.Module | None = None, trust: bool = False) -> Any:
-    """Rebuild the value from its description.
+    """Rebuild the value from its description, with `net` as the model's argument net if one is given.
 
-    Args:
-        net: the network to use as the model's argument `net`; None builds the described one.
-        trust: import any module that a description names; importing runs its code.
+    With `trust` any module that a description names is imported, which runs its code.
     """
     import_named(description, trust)  # importing them makes many tensors too
     try:
@@ -337,7 +331,8 @@ def _plain_type(module: nn.Module) -> type[nn.Module]:
 def record_arguments(cls: type[nn.Module]) -> None:
     """Make `cls.__init__` store the arguments of the outermost constructor call in `_arguments`."""
     init = cls.__init__
-    parameters = inspect.signature(init).parameters
+    signature = inspect.signature(init)
+    parameters = signature.parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     @functools.wraps(init)
@@ -346,20 +341,13 @@ def record_arguments(cls: type[nn.Module]) -> None:
             check_names(cls.__name__, kwargs, parameters)
         if "_arguments" not in vars(self):
             # nn.Module accepts no attributes before its constructor has run.
-            object.__setattr__(self, "_arguments", _named_arguments(init, self, *args, **kwargs))
+            named: dict[str, Any] = {}
+            for name, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
+                is_rest = parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+                named |= value if is_rest else {name: value}
+            object.__setattr__(self, "_arguments", named)
         init(self, *args, **kwargs)
 
     # Lightning's `load_from_checkpoint` reads the signature without following wrappers.
-    recording_init.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
+    recording_init.__signature__ = signature  # type: ignore[attr-defined]
     cls.__init__ = recording_init  # type: ignore[method-assign]
-
-
-def _named_arguments(init: Callable[..., None], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    signature = inspect.signature(init)
-    named: dict[str, Any] = {}
-    for name, value in list(signature.bind(*args, **kwargs).arguments.items())[1:]:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    return named

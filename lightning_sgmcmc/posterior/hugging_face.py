@@ -35,49 +35,22 @@ MOST_LAYERS = 1_000
 """Largest number of layers in a configuration: the deepest published networks have a few hundred."""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Implementations of attention that a store may name: others are code that transformers downloads."""
-LEFT_OUT = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "_name_or_path",
-        "attn_implementation",
-        "auto_map",
-        "custom_pipelines",
-        "experts_implementation",
-        "quantization_config",
-        "task_specific_params",
-        "tokenizer_class",
-    }
-)
+_LEFT_OUT = """
+_attn_implementation _attn_implementation_internal _commit_hash _experts_implementation
+_experts_implementation_internal _name_or_path attn_implementation auto_map custom_pipelines experts_implementation
+quantization_config task_specific_params tokenizer_class
+"""
+LEFT_OUT = frozenset(_LEFT_OUT.split())
 """Entries of a configuration that name code or files to download, or that no network reads."""
 LABELS = ("id2label", "label2id")
 """Entries whose texts are a user's own names."""
 SEPARATORS = re.compile(r"[/\\:]")
 """In the name of a file, of a network on a hub, or of a protocol; no setting of a network has one."""
-LORA = frozenset(
-    {
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "use_dora",
-        "use_rslora",
-    }
-)
+_LORA = """
+alpha_pattern bias exclude_modules fan_in_fan_out layers_pattern layers_to_transform lora_alpha lora_bias lora_dropout
+modules_to_save r rank_pattern target_modules target_parameters task_type use_dora use_rslora
+"""
+LORA = frozenset(_LORA.split())
 """Arguments of peft's LoraConfig that change the network; others choose its first values, and may read files."""
 REPEATED = re.compile(r"\)[*+{]")
 QUANTIFIERS = re.compile(r"[*+{]")

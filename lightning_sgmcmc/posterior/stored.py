@@ -391,10 +391,7 @@ class StoredSamples:
 
 
 def thinned(chains: Sequence[int], every: int | None, count: int | None) -> list[int]:
-    """Return the indices of the kept samples, in their order; see `Posterior.thin`.
-
-    Args:
-        chains: the chain of each sample, in the order of drawing.
+    """Return the indices of the kept samples, in their order, from each sample's chain; see `Posterior.thin`.
 
     >>> thinned([0, 1, 0, 1, 0, 1], every=2, count=None)
     [0, 1, 4, 5]
