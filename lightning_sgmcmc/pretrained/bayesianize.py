@@ -94,13 +94,7 @@ def bayesianize(
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a cache of earlier tokens serves the generation of text only
     likelihood = likelihood if likelihood is not None else Categorical()
-    module = BayesianModule(
-        network,
-        likelihood,
-        _prior(prior, kind, likelihood),
-        chain_start=chain_start,
-        **options,
-    )
+    module = BayesianModule(network, likelihood, _prior(prior, kind, likelihood), chain_start=chain_start, **options)
     _say(network, kind)
     return module
 
@@ -235,9 +229,7 @@ def _last_called(network: nn.Module, linear: dict[str, nn.Module], example: Any)
 def with_adapters(network: nn.Module, config: Any) -> nn.Module:
     """Return a network with LoRA's adapters, itself if it has adapters.
 
-    Args:
-        network: a model of peft, or a network that gets adapters, in place.
-        config: peft's `LoraConfig`; None takes its default for models of transformers.
+    It gets them in place, by default with peft's default for models of transformers.
     """
     if type(network).__module__.startswith("peft."):
         if config is not None:
@@ -251,14 +243,10 @@ def with_adapters(network: nn.Module, config: Any) -> nn.Module:
                 "what=LoraConfig(r=8, target_modules=[…])"
             )
         task = next((task for end, task in TASKS.items() if type(network).__name__.endswith(end)), None)
-        config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=_stores_transposed(network))
+        of_gpt2 = getattr(getattr(network, "config", None), "model_type", None) == "gpt2"  # its weights are transposed
+        config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=of_gpt2)
     adapted: nn.Module = peft.get_peft_model(network, config)
     return adapted
-
-
-def _stores_transposed(network: nn.Module) -> bool:
-    """Return whether the layers that peft adapts by default are GPT-2's, with transposed weights."""
-    return getattr(getattr(network, "config", None), "model_type", None) == "gpt2"
 
 
 # -- weights from a checkpoint or a folder of transformers ------------------------------------------------------------
@@ -269,9 +257,6 @@ def load_weights(network: nn.Module, source: "Mapping[str, Any] | str | Path") -
 
     A Lightning checkpoint names them after the module's attribute ("model.fc.weight"); such a common beginning of the
     names is left out.
-
-    Args:
-        network: the network, changed in place.
     """
     what = "checkpoint" if isinstance(source, Mapping) else f"checkpoint={str(source)!r}"
     state = _tensors(source, what)

@@ -105,20 +105,15 @@ def find_run(path: str | Path) -> tuple[Path, int]:
         return path.parent, 1
     if _written(path) is not None:
         return path, 1
-    below = [f for f in _folders(path) if not f.name.startswith("samples")]
-    found = [(time, folder) for folder in below if (time := _written(folder))]
+    inside = [f for f in path.glob("*/") if not f.is_symlink()]
+    below = [*inside, *(f for one in inside for f in one.glob("*/") if not f.is_symlink())]
+    found = [(time, f) for f in below if not f.name.startswith("samples") and (time := _written(f))]
     if not found:
         raise RunError(
             f"{path} holds no run: neither it nor a subfolder has {RESULTS}, {HISTORY}, {HEALTH} or samples/{MANIFEST}"
         )
     sampled = [run for run in found if has_samples(run[1] / "samples")]
     return max(sampled or found)[1], len(found)
-
-
-def _folders(path: Path) -> list[Path]:
-    """Return the folders below a folder, of one and two levels; links are not followed."""
-    inside = [f for f in path.glob("*/") if not f.is_symlink()]
-    return [*inside, *(f for one in inside for f in one.glob("*/") if not f.is_symlink())]
 
 
 def _written(folder: Path) -> float | None:

@@ -107,11 +107,7 @@ class RunForm:
         self.schedule = SamplingSchedule(every_n_steps=1) if schedule is None else copy.deepcopy(schedule)
         self.schedule.lay_out(length)
         self._whole = min(length.steps, 10**6)
-        end = self._end_of_first_stage()
-        self._sampling = (self._first_sampling, end)
-
-    def _end_of_first_stage(self) -> int:
-        """Find the first sampling stage; return its last step."""
+        # The first sampling stage.
         total = int(self._whole)
         stride = max(1, total // 20000)
         steps = [*range(1, total + 1, stride)]
@@ -119,7 +115,7 @@ class RunForm:
         first = noisy.index(True) if True in noisy else 0
         after = noisy.index(False, first) if False in noisy[first:] else len(steps)
         self._first_sampling = steps[first]
-        return min(steps[after - 1] + stride - 1, total)
+        self._sampling = (self._first_sampling, min(steps[after - 1] + stride - 1, total))
 
     @property
     def explores(self) -> bool:
