@@ -17,19 +17,7 @@ from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.checks import check_choice, check_within
-from lightning_sgmcmc.diagnostics.decisions import (
-    LARGEST,
-    SMALLEST,
-    class_nll,
-    class_scores,
-    conformal_threshold,
-    factor_grid,
-    fit_std_factor,
-    fit_temperature,
-    gaussian_nll,
-    shrunk_factor,
-    tempered,
-)
+from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -65,12 +53,12 @@ def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor,
     Source: Guo et al. 2017, section 4.2.
     """
     prediction = likelihood.prediction(terms, None)
-    factors = factor_grid()
+    factors = decisions.factor_grid()
     if not isinstance(prediction, ClassPrediction):
         return None
     probabilities, labels = likelihood.scored(prediction, target)
-    nll = [class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
-    return shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
+    nll = [decisions.class_nll(decisions.tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -142,19 +130,22 @@ def fit_calibration(
         probabilities, labels = likelihood.scored(prediction, target)
         if isinstance(prediction, MultiLabelPrediction):
             probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
-        value = fit_temperature(probabilities, labels)
-        if not SMALLEST * 1.001 < value < LARGEST / 1.001:
+        value = decisions.fit_temperature(probabilities, labels)
+        if not decisions.SMALLEST * 1.001 < value < decisions.LARGEST / 1.001:
             rank_zero_warn(
                 f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
                 "optimum (all predictions are right, or no better than chance): use more data."
             )
-        before, after = class_nll(probabilities, labels), class_nll(tempered(probabilities, value), labels)
+        before, after = (
+            decisions.class_nll(probabilities, labels),
+            decisions.class_nll(decisions.tempered(probabilities, value), labels),
+        )
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
         target = target.reshape(mean.shape)
-        value = fit_std_factor(mean, std, target)
-        before, after = gaussian_nll(mean, std, target), gaussian_nll(mean, std * value, target)
+        value = decisions.fit_std_factor(mean, std, target)
+        before, after = decisions.gaussian_nll(mean, std, target), decisions.gaussian_nll(mean, std * value, target)
         return Calibration("std factor", value, len(target), before, after, identity)
     raise TypeError(
         f"calibrate scales class probabilities or a standard deviation, and {type(likelihood).__name__} predicts a "
@@ -288,10 +279,11 @@ class ConformalPrediction:
         return (self.low <= target) & (target <= self.high)
 
 
+@dataclass(frozen=True, eq=False)
 class Conformal:
     """Makes sets or intervals of predictions; see `Posterior.conformal`.
 
-    Args:
+    Attributes:
         posterior: the predictive.
         threshold: the calibrated nonconformity: shape () for classes, (D,) for numbers.
         level: the guaranteed coverage.
@@ -300,15 +292,12 @@ class Conformal:
         count: number of calibration data.
     """
 
-    def __init__(
-        self, posterior: Predictor, threshold: Tensor, level: float, method: Method, seed: int, count: int
-    ) -> None:
-        self.posterior = posterior
-        self.threshold = threshold
-        self.level = level
-        self.method = method
-        self.seed = seed
-        self.count = count
+    posterior: Predictor
+    threshold: Tensor
+    level: float
+    method: Method
+    seed: int
+    count: int
 
     def __repr__(self) -> str:
         return f"Conformal(level={self.level}, method={self.method!r}, calibration data={self.count})"
@@ -347,17 +336,19 @@ def fit_conformal(
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
     joined = torch.cat(scores)
     if joined.dim() == 1 or not bool(joined.isnan().any()):
-        threshold = conformal_threshold(joined, level)
+        threshold = decisions.conformal_threshold(joined, level)
     else:  # a number that is not observed is NaN
-        threshold = torch.stack([conformal_threshold(each[~each.isnan()], level) for each in joined.unbind(1)])
+        threshold = torch.stack(
+            [decisions.conformal_threshold(each[~each.isnan()], level) for each in joined.unbind(1)]
+        )
     return Conformal(posterior, threshold, level, method, seed, len(joined))
 
 
 def _scores_of_classes(probabilities: Tensor, method: Method, generator: torch.Generator) -> Tensor:
     if method == "threshold":
-        return class_scores(probabilities, False, None)
+        return decisions.class_scores(probabilities, False, None)
     u = torch.rand(len(probabilities), generator=generator, dtype=torch.float64)
-    return class_scores(probabilities, True, u.to(probabilities))
+    return decisions.class_scores(probabilities, True, u.to(probabilities))
 
 
 def _scores(

@@ -26,21 +26,8 @@ from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior import hugging_face
 from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
-from lightning_sgmcmc.posterior.hugging_face import (
-    build_adapted,
-    build_by,
-    build_transformer,
-    describe_adapted,
-    describe_by_builder,
-    describe_transformer,
-    find_builder,
-    import_named,
-    is_adapted,
-    is_transformer,
-    is_vision_model,
-    replace_part,
-)
 from lightning_sgmcmc.priors.state import is_prior_state
 
 MISSING = "missing"
@@ -121,7 +108,7 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
 
     With `trust` any module that a description names is imported, which runs its code.
     """
-    import_named(description, trust)  # importing them makes many tensors too
+    hugging_face.import_named(description, trust)  # importing them makes many tensors too
     try:
         with _FewParts():
             if net is None:
@@ -152,13 +139,13 @@ def _build(description: Any, trust: bool) -> Any:
     if MISSING in description:
         raise NotDescribableError(str(description[MISSING]))
     if "peft" in description:
-        return build_adapted(description, lambda network: _build(network, trust))
+        return hugging_face.build_adapted(description, lambda network: _build(network, trust))
     if "config" in description:
-        return build_transformer(description, trust)
+        return hugging_face.build_transformer(description, trust)
     if "replaced" in description:
-        network = build_by(find_builder(description["class"]), description["arguments"])
+        network = hugging_face.build_by(hugging_face.find_builder(description["class"]), description["arguments"])
         for name, part in description["replaced"].items():
-            replace_part(network, name, _build(part, trust))
+            hugging_face.replace_part(network, name, _build(part, trust))
         return network
     cls = find_module_class(description["class"], trust)
     if "children" in description:
@@ -265,12 +252,12 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module._modules.items()],
         }
-    if is_adapted(module):
-        description: dict[str, Any] = describe_adapted(module, describe)
-    elif is_transformer(module):
-        description = describe_transformer(module)
-    elif is_vision_model(module):
-        path, options, changed = describe_by_builder(module)
+    if hugging_face.is_adapted(module):
+        description: dict[str, Any] = hugging_face.describe_adapted(module, describe)
+    elif hugging_face.is_transformer(module):
+        description = hugging_face.describe_transformer(module)
+    elif hugging_face.is_vision_model(module):
+        path, options, changed = hugging_face.describe_by_builder(module)
         replaced = {name: describe(part) for name, part in changed.items()}
         description = {"class": path, "arguments": options, "replaced": replaced}
     else:

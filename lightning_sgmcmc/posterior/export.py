@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -170,12 +171,12 @@ class ParameterRow(NamedTuple):
     ess: float
 
 
+@dataclass(repr=False, eq=False)
 class ParameterTable:
     """Rows below a caption, as text and, in a notebook, as HTML."""
 
-    def __init__(self, caption: str, rows: Sequence[ParameterRow]) -> None:
-        self.caption = caption
-        self.rows = list(rows)
+    caption: str
+    rows: list[ParameterRow]
 
     def __iter__(self) -> Any:
         return iter(self.rows)

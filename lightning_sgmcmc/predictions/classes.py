@@ -140,10 +140,6 @@ class ClassPrediction(_OfProbabilities):
 
         The pixels or tokens of an input are drawn from one posterior sample, since its parameters are theirs in common.
 
-        Args:
-            num: draws of each datum.
-            seed: seed of the draws, or a generator on the CPU.
-
         Raises:
             RuntimeError: for pixels or tokens, if the samples' probabilities are not kept.
         """
@@ -172,10 +168,6 @@ class MultiLabelPrediction(_OfProbabilities):
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
         """Return draws of all labels, 0 or 1, shape (num, n, L); the labels of an input are of one posterior sample.
-
-        Args:
-            num: draws of each datum.
-            seed: seed of the draws, or a generator on the CPU.
 
         Raises:
             RuntimeError: if the samples' probabilities are not kept.

@@ -82,10 +82,6 @@ class RegressionPrediction(Prediction):
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
         """Return draws from the predictive, shape (num, n, D); the D numbers of an input are of one posterior sample.
 
-        Args:
-            num: draws of each datum.
-            seed: seed of the draws, or a generator on the CPU.
-
         Raises:
             RuntimeError: if the samples' distributions are not kept.
         """
@@ -131,14 +127,7 @@ class RegressionPrediction(Prediction):
 
 
 class CountPrediction(RegressionPrediction):
-    """The predictive of n inputs of D counts; its quantiles are integers.
-
-    Args:
-        mean: as in `RegressionPrediction`.
-        std: likewise.
-        epistemic_std: likewise.
-        sample_means: likewise.
-    """
+    """The predictive of n inputs of D counts; its quantiles are integers. Arguments as in `RegressionPrediction`."""
 
     def rescaled(self: Own, mean: Sequence[float], std: Sequence[float]) -> Own:
         """Return this prediction, since counts have no units.
