@@ -107,7 +107,10 @@ class HeteroscedasticGaussian(Likelihood):
         self.min_std = min_std
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        mean, raw = _split(output, 2, "HeteroscedasticGaussian")
+        if output.dim() != 2 or output.shape[1] % 2:
+            shape = tuple(output.shape)
+            raise ValueError(f"HeteroscedasticGaussian needs 2 outputs for each target, shape (n, 2·D), got {shape}")
+        mean, raw = output.chunk(2, 1)
         return {"loc": mean, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
@@ -118,7 +121,8 @@ class HeteroscedasticGaussian(Likelihood):
         return summed(-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2, observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
-        return _gaussian_chance(columns(target, type(self).__name__))
+        variance = _variance(columns(target, type(self).__name__))
+        return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None
 
     def extra_repr(self) -> str:
         return f"std={self.std}, min_std={self.min_std}"
@@ -241,21 +245,7 @@ def _normaliser(df: float) -> float:
     return float(student_t_normaliser(torch.tensor(df, dtype=torch.float64)))
 
 
-def _split(output: Tensor, parts: int, name: str) -> tuple[Tensor, ...]:
-    if output.dim() != 2 or output.shape[1] % parts:
-        raise ValueError(
-            f"{name} needs {parts} outputs for each target, shape (n, {parts}·D), got {tuple(output.shape)}"
-        )
-    return output.chunk(parts, 1)
-
-
 def _variance(target: Tensor) -> Tensor:
     """Return the variance of each column's observed numbers."""
     numbers = widest(target)
     return (numbers - numbers.nanmean(0)).square().nanmean(0)
-
-
-def _gaussian_chance(target: Tensor) -> float | None:
-    """Return the NLL of the Gaussian of the targets' own mean and variance, in nats per datum."""
-    variance = _variance(target)
-    return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None

@@ -182,11 +182,7 @@ def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
 
 
 class _FewParts(TorchFunctionMode):
-    """Raises once more than `MOST_PARTS` are made within it: a damaged description may ask for any number of layers.
-
-    It counts what this thread does with torch: submodules and parameters that modules get, and functions of tensors.
-    Python's own hooks (`sys.setprofile`) belong to profilers, debuggers and measurements of coverage.
-    """
+    """Raises once this thread makes more than `MOST_PARTS`, since a damaged description may ask for any number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,11 +37,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run among others.
+    """A run among others, named by the part of its folder's path that differs from theirs.
 
     Attributes:
-        name: the part of its folder's path that differs from the others'.
-        evaluation: of the data that all runs share.
         gradient_evaluations, seconds: cost of the fit, 0 if unknown.
         metrics: intervals of NLL, error and so on; lower is better.
         differences: paired intervals of the same, this run minus the first; empty for the first.

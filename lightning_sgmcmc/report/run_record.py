@@ -54,15 +54,11 @@ class RunRecord:
     """The contents of a run's folder; parts that are missing are empty or None.
 
     Attributes:
-        results: the contents of `results.json`.
-        rows: its rows.
+        results, rows: the contents of `results.json`, and its rows.
         other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
-        steps: optimizer steps of the history.
-        scalars, traces: values at these steps, by name ("sampler/energy", "NLL (nats per datum)").
+        steps, scalars, traces: of the history: optimizer steps, and values at these by name ("sampler/energy").
         records: the record of each sample, from the store, else from the history.
-        pictures: the readable PNG files, by name without the suffix.
-        damaged: names of the unreadable ones.
-        texts: configuration files and the like, by name.
+        pictures: the readable PNG files, by name without the suffix; `damaged` are the names of the others.
         unread: names of links, pipes and other files that are not read.
     """
 

@@ -48,10 +48,8 @@ class Training:
     """Trials of optimization, and the state that they led to.
 
     Attributes:
-        setting: the module's lr.
-        given: the largest number in it.
-        energy: Ũ of the warmed-up state, the lowest that was found.
-        state: the warmed-up state.
+        setting, given: the module's lr, and the largest number in it.
+        state, energy: the warmed-up state and its Ũ, the lowest that was found.
         lr: the step size that lowers the energy of the start most in some steps.
     """
 

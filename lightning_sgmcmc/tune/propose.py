@@ -233,13 +233,9 @@ class EnergyErrors(SamplerCallback):
         ΔE = K(θ, half) + [Ũ(θ') - Ũ(θ)]/τ + K(θ', half)
 
     with K what half of the momentum's flow adds to the kinetic energy over τ (`MCLMC.kinetic_gain`): the last half of
-    the step's own flow, and the first half of the next one. Both potentials and both gradients are of the step's own
-    mini-batch, and of the same dropout masks. So ΔE has only the error of the integrator for that batch's potential,
-    which is of third order in the time step. Energies of two different batches would differ by their noise, whatever
-    the step size, and gradients of two by a term of first order, which turns the momentum and changes no law if it is
-    isotropic. Noise of the gradient enters through the batch's own potential, whose steeper slope raises the error.
-
-    A measured step costs a second gradient. With accumulation all micro-batches of the step count.
+    the step's own flow, and the first half of the next one. Potentials and gradients are of the step's own mini-batch
+    and dropout masks, so ΔE has only the integrator's error, of third order in the time step: energies of two batches
+    would differ by their noise, and gradients by a term of first order. A measured step costs a second gradient.
     """
 
     def __init__(self) -> None:

@@ -206,8 +206,6 @@ class ShortRuns:
     """Makes short fits with the run's trainer, in one process.
 
     Attributes:
-        steps_made: optimizer steps of all fits.
-        num_data: N, once a fit has begun.
         has_preconditioner: whether the sampler's state has an average of squared gradients, after `look`.
         is_microcanonical: whether the sampler is MCLMC, whose energies choose its step size, after `look`.
         training_controls: of the steps that lower the energy: at temperature 0, if the sampler makes such steps.
