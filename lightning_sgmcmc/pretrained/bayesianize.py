@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, is_hugging_face
@@ -18,6 +16,7 @@ from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.centers import read_tensors
 
 What = Literal["last_layer", "lora", "all"]
 GAINS = {"lora": 1.0, "all": 0.1}
@@ -289,19 +288,9 @@ def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, T
         if not path.exists():
             raise FileNotFoundError(f"{what} does not exist: pass the path of a checkpoint or state dict")
         check_regular(path)
-        try:
-            safe = path.suffix == ".safetensors"
-            content = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
-        except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{what} cannot be read ({str(error).splitlines()[0][:100]}): pass another file"
-            ) from error
-        except Exception as error:  # pickle's own, among them that of objects which are not data
-            raise ValueError(
-                f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone"
-            ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
+        content = read_tensors(path, what)
+    elif isinstance(source.get("state_dict"), Mapping):
+        content = source["state_dict"]
     found = {str(n): t for n, t in content.items() if isinstance(t, Tensor)} if isinstance(content, Mapping) else {}
     if not found:
         raise ValueError(f"{what} holds no state dict, that is tensors by name: pass one, or a file with one")
