@@ -32,7 +32,7 @@ from lightning_sgmcmc.predictions import (
     Prediction,
     RegressionPrediction,
 )
-from lightning_sgmcmc.predictions.classes import of_both
+from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import widest
