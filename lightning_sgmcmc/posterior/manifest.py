@@ -8,7 +8,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_sgmcmc.files import (
     read_regular,
     write_atomically,
 )
-from lightning_sgmcmc.plain import as_plain, from_plain
+from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
@@ -136,41 +136,24 @@ def _once(record: SampleRecord, seen: set[tuple[int, int, int]]) -> SampleRecord
 
 def record_from(entry: Any) -> SampleRecord:
     """Return the record with these fields."""
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"a sample's record should be a dictionary, got a {type(entry).__name__}")
-    counts: list[Any] = [entry.get(name) for name in ("step", "cycle", "chain")]
-    numbers: list[Any] = [entry.get(name) for name in ("energy", "log_weight")]
-    place, checksum, file = entry.get("bin"), entry.get("checksum"), entry.get("file")
-    draw: Any = entry.get("draw", 0)
-    if not all(map(_is_count, (*counts, draw))) or not (place is None or _is_count(place)):
+    found: SampleRecord = from_plain(SampleRecord, entry, "a sample's record")
+    check_known(SampleRecord, entry, "a sample's record")
+    counts = (found.step, found.cycle, found.chain, found.draw, found.bin or 0)
+    if not all(0 <= count < LARGEST_COUNT for count in counts):
         raise ValueError("a sample's step, cycle, chain, draw and bin should be integers, 0 or larger")
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+    if entry["energy"] is None or entry["log_weight"] is None:
         raise ValueError("a sample's energy and log_weight should be numbers")
-    if not isinstance(file, str) or not SAMPLE_NAME.fullmatch(file):
-        raise ValueError(f"{str(file)[:80]!r} is not the name of a sample's file")
-    if not isinstance(checksum, str) or not checksum:
-        raise ValueError(f"the record of {file} has no checksum")
-    comparable = entry.get("comparable", True)
-    if not isinstance(comparable, bool):
-        raise ValueError("a sample's comparable should be true or false")
-    if not entry.keys() <= SampleRecord.__dataclass_fields__.keys():
-        raise ValueError("a sample's record has an unknown field")
-    try:
-        energy, log_weight = (float(number) for number in numbers)
-    except OverflowError:
-        raise ValueError("a sample's energy and log_weight should be numbers below 1e308") from None
-    step, cycle, chain = counts
-    return SampleRecord(step, cycle, chain, energy, log_weight, file, checksum, place, comparable, draw)
+    if not SAMPLE_NAME.fullmatch(found.file):
+        raise ValueError(f"{found.file[:80]!r} is not the name of a sample's file")
+    if not found.checksum:
+        raise ValueError(f"the record of {found.file} has no checksum")
+    return replace(found, energy=float(found.energy), log_weight=float(found.log_weight))
 
 
 def is_newer(library: str) -> bool:
     """Return whether a version of this library is newer than the installed one."""
     theirs, ours = (re.findall(r"[0-9]{1,9}", name)[:3] for name in (library, version("lightning-sgmcmc")))
     return list(map(int, theirs)) > list(map(int, ours))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_COUNT
 
 
 # -- sample file -------------------------------------------------------------------------------------------------------
