@@ -99,7 +99,8 @@ def check_family(description: Mapping[str, Any]) -> None:
                 f"{path[:80]} is not among the architectures of transformers that build from numbers alone, as BERT, "
                 f"GPT-2, Llama and ViT do: {TRUST}"
             )
-    for kind in _model_types(description["arguments"]["dict"]):
+    configurations = _mappings(description["arguments"]["dict"], left_out=LABELS)
+    for kind in (str(one["model_type"]) for one in configurations if "model_type" in one):
         # "clip_text_model" is a part of "clip", and the folder of "xlm-roberta" is xlm_roberta.
         folder = kind.replace("-", "_").removesuffix("_gpt")
         if not any(folder == family or folder.startswith(f"{family}_") for family in FAMILIES):
@@ -162,17 +163,14 @@ def _check_layers(name: str, value: Any) -> None:
         raise NotDescribableError(f"its configuration has {name}={str(value)[:20]}, more than {MOST_LAYERS:,} layers")
 
 
-def _model_types(values: Any) -> Iterator[str]:
-    """Yield the type of each network in a configuration."""
-    if isinstance(values, list):
-        for value in values:
-            yield from _model_types(value)
+def _mappings(values: Any, left_out: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
+    """Yield all dictionaries in plain data, outer ones first."""
+    inner = values if isinstance(values, list) else []
     if isinstance(values, Mapping):
-        if "model_type" in values:
-            yield str(values["model_type"])
-        for name, value in values.items():
-            if name not in LABELS:
-                yield from _model_types(value)
+        yield values
+        inner = [value for name, value in values.items() if name not in left_out]
+    for value in inner:
+        yield from _mappings(value, left_out)
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
@@ -222,7 +220,9 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 def import_named(description: Any, trust: bool = False) -> None:
     """Import the packages that a description needs, if they are installed."""
-    for part in _parts(description):
+    for part in _mappings(description):
+        if "peft" not in part and not ("config" in part and "class" in part):
+            continue
         package = "peft" if "peft" in part else "transformers"
         if package == "transformers" and not trust:
             check_family(part)
@@ -235,17 +235,6 @@ def import_named(description: Any, trust: bool = False) -> None:
             raise NotDescribableError(
                 f"the network needs {package} ({error}): pip install lightning-sgmcmc[lora]"
             ) from error
-
-
-def _parts(description: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(description, list):
-        for item in description:
-            yield from _parts(item)
-    if isinstance(description, Mapping):
-        if "peft" in description or ("config" in description and "class" in description):
-            yield description
-        for item in description.values():
-            yield from _parts(item)
 
 
 # -- vision ------------------------------------------------------------------------------------------------------------
