@@ -59,8 +59,7 @@ class Gaussian(Likelihood):
         return {"loc": columns(output, "Gaussian"), "scale": self.log_std.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        target, observed = self.split_missing(target)
-        output, target = matched("Gaussian", output, target)
+        output, target, observed = self._paired(output, target)
         standardised = (target - output) / self.log_std.exp()
         return summed(-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2, observed)
 
@@ -71,8 +70,7 @@ class Gaussian(Likelihood):
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        target, observed = self.split_missing(target)
-        output, target = matched("Gaussian", output, target)
+        output, target, observed = self._paired(output, target)
         return {"cdf": where_observed(torch.special.ndtr((target - output) / self.log_std.exp()), observed, math.nan)}
 
 
@@ -115,8 +113,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         own = self.kept_components(output)
-        target, observed = self.split_missing(target)
-        mean, target = matched("HeteroscedasticGaussian", own["loc"], target)
+        mean, target, observed = self._paired(own["loc"], target)
         standardised = (target - mean) / own["scale"]
         return summed(-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2, observed)
 
@@ -169,8 +166,7 @@ class StudentT(Likelihood):
         return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": self.log_scale.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        target, observed = self.split_missing(target)
-        output, target = matched("StudentT", output, target)
+        output, target, observed = self._paired(output, target)
         z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
         return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - self.log_scale, observed)
 
@@ -229,14 +225,6 @@ class MixtureOfGaussians(Likelihood):
 
     def extra_repr(self) -> str:
         return f"num_components={self.num_components}, std={self.std}, min_std={self.min_std}"
-
-
-def matched(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets of one shape (n, D), since others would broadcast."""
-    output, target = columns(output, name), columns(target, name)
-    if output.shape != target.shape:
-        raise ValueError(f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}")
-    return output, target
 
 
 @functools.cache
