@@ -257,14 +257,14 @@ class Likelihood(nn.Module):
             )
         return law, target
 
-    def _paired(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _paired(self, name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return outputs and targets of one shape (n, D), since others would broadcast, and `observed_entries`."""
-        name = type(self).__name__
         target, observed = self.split_missing(target)
         output, target = columns(output, name), columns(target, name)
         if output.shape != target.shape:
-            shapes = f"outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
-            raise ValueError(f"{name}: {shapes}")
+            raise ValueError(
+                f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
+            )
         return output, target, observed
 
 

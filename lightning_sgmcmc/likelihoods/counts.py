@@ -29,7 +29,7 @@ class Poisson(Likelihood):
         return {"rate": columns(output, "Poisson").exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        output, target, observed = self._paired(output, target)
+        output, target, observed = self._paired("Poisson", output, target)
         return summed(poisson_log_prob(target, output), observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
@@ -77,7 +77,7 @@ class NegativeBinomial(Likelihood):
         return {"total_count": self.log_concentration.exp(), "logits": logits}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        output, y, observed = self._paired(output, target)
+        output, y, observed = self._paired("NegativeBinomial", output, target)
         return summed(negative_binomial_log_prob(y, output, self.log_concentration), observed)
 
     def extra_repr(self) -> str:

@@ -59,7 +59,7 @@ class Gaussian(Likelihood):
         return {"loc": columns(output, "Gaussian"), "scale": self.log_std.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        output, target, observed = self._paired(output, target)
+        output, target, observed = self._paired("Gaussian", output, target)
         standardised = (target - output) / self.log_std.exp()
         return summed(-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2, observed)
 
@@ -70,7 +70,7 @@ class Gaussian(Likelihood):
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        output, target, observed = self._paired(output, target)
+        output, target, observed = self._paired("Gaussian", output, target)
         return {"cdf": where_observed(torch.special.ndtr((target - output) / self.log_std.exp()), observed, math.nan)}
 
 
@@ -113,7 +113,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         own = self.kept_components(output)
-        mean, target, observed = self._paired(own["loc"], target)
+        mean, target, observed = self._paired("HeteroscedasticGaussian", own["loc"], target)
         standardised = (target - mean) / own["scale"]
         return summed(-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2, observed)
 
@@ -166,7 +166,7 @@ class StudentT(Likelihood):
         return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": self.log_scale.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        output, target, observed = self._paired(output, target)
+        output, target, observed = self._paired("StudentT", output, target)
         z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
         return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - self.log_scale, observed)
 
