@@ -44,12 +44,6 @@ def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor,
     It has the least NLL with a prior N(0, prior_std²) of its logarithm, without which a few data would determine it.
     Above 1 the predictive is too sure.
 
-    Args:
-        likelihood: of the terms.
-        terms: the averages that a predictive consists of.
-        target: the targets.
-        prior_std: standard deviation of the prior.
-
     Source: Guo et al. 2017, section 4.2.
     """
     prediction = likelihood.prediction(terms, None)

@@ -316,15 +316,10 @@ class DiskStore(SampleStore):
         return dropped
 
     def set_aside(self, records: list[SampleRecord]) -> Path | None:
-        """Set the store to these samples, and move its others into a new folder beside it, which is a store too.
+        """Set the store to these samples, of its own or retired ones, and move its others into a new store beside it.
 
-        At every moment each sample is complete in one of the two folders.
-
-        Args:
-            records: samples of this store, or retired ones.
-
-        Returns:
-            the new folder; None if the store has no others.
+        At every moment each sample is complete in one of the two folders. The result is the new one, None without
+        others.
         """
         wanted = {repr(r) for r in records}
         others = [r for r in self.records if repr(r) not in wanted]
@@ -392,12 +387,7 @@ class LaggingStore(DiskStore):
         return self._writer is not None and len(self._writer) > 0
 
     def append_later(self, sample: PosteriorSample, copy: Callable[[], PosteriorSample]) -> None:
-        """Queue a sample.
-
-        Args:
-            sample: the sample, on any device.
-            copy: waits for the device, and returns the sample in host memory; called in the thread.
-        """
+        """Queue a sample on any device; `copy`, called in the thread, waits for it and returns the host's copy."""
         self._take_place(sample)
         writer = self._open_writer()
         earlier = len(self._records) + len(writer)

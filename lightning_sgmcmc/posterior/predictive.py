@@ -103,12 +103,7 @@ def kept_of(likelihood: Likelihood, output: Tensor, terms: Mapping[str, Tensor])
 def with_distributions(
     prediction: Prediction, likelihood: Likelihood | None, kept: KeptPredictions, weights: Tensor
 ) -> Prediction:
-    """Return a prediction that knows the samples' distributions, or why it does not.
-
-    Args:
-        likelihood: of the samples; None for a module with its own predictive terms.
-        weights: the samples', shape (S,), summing to 1.
-    """
+    """Return a prediction that knows the samples' distributions, or why it does not; weights (S,) sum to 1."""
     if kept.is_dropped:
         return prediction.with_kept(None, kept.why_not())
     tensors: dict[str, Any] = kept.stacked()
