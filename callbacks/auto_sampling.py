@@ -40,7 +40,7 @@ from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.posterior.calibration import sureness
+from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
@@ -54,7 +54,7 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 """Draws before the first change of a prior's scale and between later ones; share of draws after which it stays."""
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
-"""Standard deviation of the prior of log sureness: a few hundred data determine it to about this."""
+"""Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
 CHOICES = "auto.yaml"
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -272,7 +272,7 @@ class AutoSampling(Schedule):
         block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
         if count >= LAST_CHANGE * len(self.stages.draw_steps) or target is None or module.likelihood is None:
             return
-        factor = sureness(module.likelihood, block.terms, target, SHRINKAGE)
+        factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
         if factor is not None:
             std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
             self._choose(module, sample, min(max(std, SMALLEST_STD), LARGEST_STD))

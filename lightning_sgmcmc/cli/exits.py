@@ -159,18 +159,14 @@ def _reason(text: str, given_class: str) -> str:
         keys = [key.split(".", 1)[-1] for key in found[1].split(", ")]
         return f"the configuration has no {' and no '.join(keys)}: pass --config FILE (`sgmcmc example` prints one)"
     if found := NO_ATTRIBUTE.search(text):
-        path = _class_path(text) or given_class
+        named = re.search(r"class_path='([^']+)'", text)
+        path = named[1] if named else given_class
         return f"there is no class {path}{similar(path.rpartition('.')[2], _names(path.rpartition('.')[0]))}"
     if text.startswith("No module named"):
         return f"{given_class} cannot be imported: {text}"
     if text.startswith("Import path "):
         return text.replace("Import path ", "").replace("does not correspond to a subclass of", "is not a")
     return text
-
-
-def _class_path(text: str) -> str:
-    found = re.search(r"class_path='([^']+)'", text)
-    return found[1] if found else ""
 
 
 def _names(module: str) -> list[str]:

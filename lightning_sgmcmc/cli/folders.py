@@ -87,20 +87,7 @@ class ConfigFile(SaveConfigCallback):
         """Write nothing yet: the checks of callbacks and data come later."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._write(trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._write(trainer)
-
-    def _write(self, trainer: pl.Trainer) -> None:
-        if self.already_saved:
+        if self.already_saved or trainer.sanity_checking:
             return
         self.already_saved = True
         folder = run_folder(trainer)
@@ -113,3 +100,5 @@ class ConfigFile(SaveConfigCallback):
             self.parser.save(self.config, temporary, **options)
             if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
                 write_output(free_name(path), earlier)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start

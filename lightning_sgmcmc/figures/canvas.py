@@ -109,15 +109,8 @@ def panels(
 
     with styled():
         figure = Figure(figsize=(width, height), layout="constrained")
-        grid = figure.subplots(
-            rows,
-            columns,
-            sharex=shared_x,
-            sharey=shared_y,
-            squeeze=False,
-            height_ratios=ratios,
-            width_ratios=widths,
-        )
+        options: dict[str, Any] = {"sharex": shared_x, "sharey": shared_y, "squeeze": False}
+        grid = figure.subplots(rows, columns, **options, height_ratios=ratios, width_ratios=widths)
     return figure, grid
 
 
@@ -146,14 +139,9 @@ def legend_above(axes: "Axes", columns: int = 3) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         width = axes.figure.bbox.width / axes.figure.dpi - AXIS_LABELS
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            ncols=_fitting_columns(width, labels, columns),
-            frameon=False,
-            borderaxespad=0.2,
-            fontsize=LEGEND_SIZE,
-        )
+        style: dict[str, Any] = {"frameon": False, "borderaxespad": 0.2, "fontsize": LEGEND_SIZE}
+        fitting = _fitting_columns(width, labels, columns)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=fitting, **style)
 
 
 def legend_below(figure: "Figure", axes: "Axes", columns: int = 4) -> None:
@@ -178,12 +166,7 @@ def _fitting_columns(width: float, labels: Sequence[str], most: int) -> int:
 
 
 def shade_cycles(axes: "Axes", cycles: Sequence[tuple[float, float]]) -> None:
-    """Shade every second cycle.
-
-    Args:
-        axes: axes over the optimizer's steps.
-        cycles: first and last step of each cycle; of fewer than two nothing is shaded.
-    """
+    """Shade every second cycle, from its first to its last step."""
     label: str | None = "every second cycle"
     for first, last in cycles[1::2]:
         axes.axvspan(first, last, color=SHADE, linewidth=0, zorder=0, label=label)

@@ -46,16 +46,8 @@ def running_figure(metrics: Mapping[str, tuple[Sequence[float], Sequence[float]]
         mean = float(np.mean(single))
         axes.axhline(mean, color=SINGLE_COLOUR, linestyle="--", linewidth=1, label="mean of the samples")
         marker = "o" if len(running) <= FEW_SAMPLES else ""
-        axes.plot(
-            count,
-            running,
-            "-",
-            marker=marker,
-            color=AVERAGE_COLOUR,
-            markersize=3,
-            linewidth=1.4,
-            label="average so far",
-        )
+        style: dict[str, Any] = {"color": AVERAGE_COLOUR, "markersize": 3, "linewidth": 1.4}
+        axes.plot(count, running, "-", marker=marker, label="average so far", **style)
         axes.set_title(METRIC_LABELS.get(metric, literal(metric.replace("_", " "))), fontsize=8, loc="left", pad=3)
         axes.set_xlim(0.5, len(running) + 0.5)
         axes.xaxis.set_major_locator(integer_ticks(4))
@@ -95,14 +87,8 @@ def reliability_figure(
         x, y = np.asarray(confidence, dtype=float)[chosen], np.clip(np.asarray(accuracy, dtype=float)[chosen], 0, 1)
         ends = np.array([share_interval(float(share), int(n)) for share, n in zip(y, number[chosen], strict=True)])
         errors = np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None)
-        style: dict[str, Any] = {
-            "color": AVERAGE_COLOUR,
-            "markerfacecolor": face,
-            "markersize": 4.5,
-            "elinewidth": 1,
-            "capsize": 2,
-        }
-        upper.errorbar(x, y, errors, fmt="o", label=literal(name), **style)
+        style: dict[str, Any] = {"color": AVERAGE_COLOUR, "markerfacecolor": face, "markersize": 4.5}
+        upper.errorbar(x, y, errors, fmt="o", label=literal(name), elinewidth=1, capsize=2, **style)
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1.02)
     upper.set_ylim(0, 1.04)
@@ -193,15 +179,8 @@ def predictions_figure(
         axes.plot(ends, ends, color="black", linestyle=":", linewidth=1, label="prediction = observation")
     else:
         for width, strength, name in ((total, 0.15, "± 2 sd"), (own, 0.3, "± 2 epistemic sd")):
-            axes.fill_between(
-                at,
-                centre - 2 * width,
-                centre + 2 * width,
-                color=AVERAGE_COLOUR,
-                alpha=strength,
-                linewidth=0,
-                label=literal(name),
-            )
+            band: dict[str, Any] = {"color": AVERAGE_COLOUR, "alpha": strength, "linewidth": 0}
+            axes.fill_between(at, centre - 2 * width, centre + 2 * width, label=literal(name), **band)
         axes.plot(at, centre, color=AVERAGE_COLOUR, label="mean")
         if observed is not None:
             seen = np.asarray(observed, dtype=float)[order]

@@ -262,13 +262,7 @@ def _shown(visits: Any) -> slice:
 def energy_histogram_figure(
     centres: Sequence[float], visits: Sequence[float], masses: Sequence[float], truth: Sequence[float] | None = None
 ) -> "Figure":
-    """Draw the share of steps in each energy bin, and the target's mass in it, as estimated from π.
-
-    Args:
-        centres: centre of each bin, in nats; bins have equal width.
-        masses: the estimated masses, summing to 1.
-        truth: the true masses; None if unknown.
-    """
+    """Draw the share of steps in each energy bin of equal width, and the target's mass in it, as estimated from π."""
     visited = np.asarray(visits, dtype=float)
     shown = _shown(visited)
     x = np.asarray(centres, dtype=float)[shown]
@@ -287,12 +281,9 @@ def energy_histogram_figure(
 
 
 def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], visits: Sequence[float]) -> "Figure":
-    """Draw the gradient multiplier against the energy, with the bouncy zone, where it is negative, marked.
+    """Draw the multiplier κ against the energy, with the bouncy zone, where it is negative, marked.
 
-    Args:
-        centres: centre of each bin, in nats.
-        multipliers: κ in each bin.
-        visits: number of visits to each bin; κ is omitted in bins with less than one step in 10,000.
+    It is omitted in bins with less than one step in 10,000.
     """
     visited = np.asarray(visits, dtype=float)
     shown = _shown(visited)
@@ -302,15 +293,8 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     figure, (upper, lower) = canvas(2, height=4.2)
     label: str | None = "bouncy zone, κ < 0"
     for start, stop in _runs((kappa < 0) & known):
-        upper.axvspan(
-            x[start] - width / 2,
-            x[stop] + width / 2,
-            facecolor=SAMPLE_COLOUR,
-            alpha=0.2,
-            hatch="//",
-            linewidth=0,
-            label=label,
-        )
+        style: dict[str, Any] = {"facecolor": SAMPLE_COLOUR, "alpha": 0.2, "hatch": "//", "linewidth": 0}
+        upper.axvspan(x[start] - width / 2, x[stop] + width / 2, label=label, **style)
         label = None
     upper.axhline(1, color="black", linestyle=":", linewidth=1)
     upper.axhline(0, color="black", linewidth=0.5)

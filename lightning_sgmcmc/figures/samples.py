@@ -32,12 +32,7 @@ TENSORS_SHOWN = 40
 
 
 def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Figure":
-    """Draw the samples' normalised weights, and the number of equally weighted samples that they are worth.
-
-    Args:
-        weights: weights of all samples, summing to 1.
-        effective: (Σw)²/Σw² of the first 1, 2, … samples.
-    """
+    """Draw the samples' normalised weights, and the (Σw)²/Σw² samples that the first 1, 2, … are worth."""
     figure, (upper, lower) = canvas(2, height=4.2)
     count = np.arange(1, len(weights) + 1)
     upper.vlines(count, 0, weights, color=AVERAGE_COLOUR, linewidth=max(0.5, min(6.0, 200 / len(weights))))
@@ -59,11 +54,7 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
 def geometry_figure(
     coordinates: Sequence[Sequence[float]], share: Sequence[float], groups: Sequence[int], chains: Sequence[int]
 ) -> "Figure":
-    """Draw the samples in the plane that best preserves their distances, each chain's joined in order of drawing.
-
-    Args:
-        chains: each sample's chain; with more than one, they set the colour.
-    """
+    """Draw the samples in the plane that best preserves their distances, each chain's joined in order of drawing."""
     figure, (axes,) = canvas(width=5.2, height=4.2)
     points, of_chain = np.asarray(coordinates, dtype=float), np.asarray(chains)
     for chain in np.unique(of_chain):
@@ -100,8 +91,7 @@ def segments_figure(
 
     Args:
         positions: t of the points, from 0 (the first sample) to 1 (the second).
-        segments: kind ("within a cycle", "between cycles", "between chains"), name and values by metric.
-        data: name of the evaluated data.
+        segments: of each its kind (one of `KINDS`), its name and its values by metric.
 
     Source: Zhang et al. 2020 (cSG-MCMC), figure 4.
     """
@@ -124,17 +114,11 @@ def segments_figure(
 def temperatures_figure(
     tensors: Mapping[str, Mapping[str, Any]], temperature: float, tolerance: float = 0.2, shown: int = TENSORS_SHOWN
 ) -> "Figure":
-    """Draw each tensor's kinetic and configurational temperatures with 95 % intervals, and the target's.
+    """Draw each tensor's kinetic and configurational temperatures with 95 % intervals, and the target's τ.
 
     Args:
-        tensors: by name the numbers `kinetic` and `configurational` and the pairs `kinetic_interval` and
-            `configurational_interval`, each None if it does not exist.
-        temperature: the target's τ.
-        shown: largest number of tensors; if there are more, those farthest from the target are drawn.
+        tensors: the attributes of a `Temperatures` by tensor; of many, those farthest from the target are drawn.
     """
-
-    def is_known(value: Any) -> bool:
-        return value is not None and bool(np.isfinite(value))
 
     def distance(name: str) -> float:
         values = [tensors[name].get(kind) for kind in ("kinetic", "configurational")]
@@ -148,7 +132,8 @@ def temperatures_figure(
     axes.axvline(temperature, color="black", linestyle=":", linewidth=1, label=f"target τ = {temperature:g}")
     drawn = [temperature]
     for index, (kind, offset) in enumerate((("kinetic", -0.14), ("configurational", 0.14))):
-        places = [(i, tensors[n]) for i, n in enumerate(names) if is_known(tensors[n].get(kind))]
+        known = {n: value for n in names if (value := tensors[n].get(kind)) is not None and np.isfinite(value)}
+        places = [(i, tensors[n]) for i, n in enumerate(names) if n in known]
         if not places:
             continue
         values = np.array([record[kind] for _, record in places], dtype=float)
@@ -157,14 +142,9 @@ def temperatures_figure(
         below, above = np.clip(values - low, 0, None), np.clip(high - values, 0, None)
         height = [i + offset for i, _ in places]
         drawn += values.tolist()
-        style: dict[str, Any] = {
-            "fmt": MARKERS[index],
-            "color": COLOURS[index],
-            "markersize": 4,
-            "capsize": 2,
-            "elinewidth": 1,
-        }
-        axes.errorbar(values, height, xerr=[below, above], label=f"{kind}, 95 % interval", **style)
+        style: dict[str, Any] = {"fmt": MARKERS[index], "color": COLOURS[index], "markersize": 4}
+        label = f"{kind}, 95 % interval"
+        axes.errorbar(values, height, xerr=[below, above], label=label, capsize=2, elinewidth=1, **style)
     # A small tensor's interval may be many times the target; it must not hide the others.
     margin = 0.5 * temperature + 0.1 * (max(drawn) - min(drawn))
     axes.set_xlim(min(drawn) - margin, max(drawn) + margin)
@@ -179,11 +159,7 @@ def temperatures_figure(
 def chains_figure(
     chains: Mapping[int, tuple[Sequence[int], Sequence[float]]], rows: "Sequence[ChainRow]", disagreement: float
 ) -> "Figure":
-    """Draw the samples' energies by chain, and the NLL of each chain's average and of the overall one.
-
-    Args:
-        disagreement: disagreement between the chains' predictives, NaN if unknown.
-    """
+    """Draw the samples' energies by chain, and the NLL of each chain's average and of the overall one."""
     evaluated = [row for row in rows if math.isfinite(row.nll)]
     figure, rows_drawn = canvas(rows=2 if evaluated else 1, height=4.8 if evaluated else 3.2, shared=False)
     upper = rows_drawn[0]

@@ -211,8 +211,10 @@ class Likelihood(nn.Module):
         wrong = ~law.support.check(numbers).expand(numbers.shape)
         outside = numbers[where_observed(wrong, observed, False)]
         if outside.numel():
+            counts = "counts (0, 1, 2, …) that are not standardised"
+            wanted = counts if is_discrete(law) else f"in its support, {law.support}"
             raise ValueError(
-                f"{type(self).__name__}: targets must be {_support(law)}, got {outside.reshape(-1)[0].item():.6g}"
+                f"{type(self).__name__}: targets must be {wanted}, got {outside.reshape(-1)[0].item():.6g}"
             )
 
     def doubt(self, low: float, high: float) -> str | None:
@@ -255,6 +257,16 @@ class Likelihood(nn.Module):
             )
         return law, target
 
+    def _paired(self, name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return outputs and targets of one shape (n, D), since others would broadcast, and `observed_entries`."""
+        target, observed = self.split_missing(target)
+        output, target = columns(output, name), columns(target, name)
+        if output.shape != target.shape:
+            raise ValueError(
+                f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
+            )
+        return output, target, observed
+
 
 names_arguments(Likelihood)
 
@@ -269,11 +281,7 @@ def positive(module: nn.Module, name: str, value: float, learned: bool) -> None:
 
 
 def covered(cdf: Tensor, below: Tensor | None, level: float) -> Tensor:
-    """Return by how much each target is in the central interval: 0 or 1, for counts a share in [0, 1].
-
-    Args:
-        cdf: P(Y ≤ y) at the targets.
-    """
+    """Return by how much each target is in the central interval, from P(Y ≤ y): 0 or 1, for counts a share."""
     if below is None:
         return (cdf - 0.5).abs() <= level / 2
     low, high = (1 - level) / 2, (1 + level) / 2
@@ -318,10 +326,3 @@ def check_finite(name: str, target: Tensor) -> None:
 
 def _counts(law: type[Distribution]) -> bool:
     return bool(getattr(getattr(law, "support", None), "is_discrete", False))
-
-
-def _support(law: Distribution) -> str:
-    """Return the support of a distribution in words."""
-    if is_discrete(law):
-        return "counts (0, 1, 2, …) that are not standardised"
-    return f"in its support, {law.support}"

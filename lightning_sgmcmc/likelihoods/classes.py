@@ -56,12 +56,8 @@ class ClassLikelihood(Likelihood):
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         entropy = predictive_entropy(terms["probabilities"])
-        return ClassPrediction(
-            probabilities=terms["probabilities"],
-            entropy=entropy,
-            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
-            sample_probabilities=per_sample,
-        )
+        information = (entropy - terms["sample_entropy"]).clamp_min(0)
+        return ClassPrediction(terms["probabilities"], entropy, information, per_sample)
 
 
 NO_LABEL = torch.iinfo(torch.int64).min

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
-from lightning_sgmcmc.likelihoods.numbers import matched
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import negative_binomial_log_prob, poisson_log_prob
 from lightning_sgmcmc.tensors import widest
@@ -30,8 +29,7 @@ class Poisson(Likelihood):
         return {"rate": columns(output, "Poisson").exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        target, observed = self.split_missing(target)
-        output, target = matched("Poisson", output, target)
+        output, target, observed = self._paired("Poisson", output, target)
         return summed(poisson_log_prob(target, output), observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
@@ -79,8 +77,7 @@ class NegativeBinomial(Likelihood):
         return {"total_count": self.log_concentration.exp(), "logits": logits}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        target, observed = self.split_missing(target)
-        output, y = matched("NegativeBinomial", output, target)
+        output, y, observed = self._paired("NegativeBinomial", output, target)
         return summed(negative_binomial_log_prob(y, output, self.log_concentration), observed)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,6 @@
 """Likelihoods of many labels of one datum: several at once, pixels, and tokens."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -83,12 +82,8 @@ class MultiLabelBernoulli(Likelihood):
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         entropy = _binary_entropy(terms["label_probabilities"])
-        return MultiLabelPrediction(
-            probabilities=terms["label_probabilities"],
-            entropy=entropy,
-            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
-            sample_probabilities=per_sample,
-        )
+        information = (entropy - terms["sample_entropy"]).clamp_min(0)
+        return MultiLabelPrediction(terms["label_probabilities"], entropy, information, per_sample)
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
         observed = self.observed_entries(target)
@@ -97,13 +92,14 @@ class MultiLabelBernoulli(Likelihood):
         return prediction.probabilities[observed], target[observed].long()
 
 
-class _DenseCategorical(Likelihood, ABC):
+class _DenseCategorical(Likelihood):
     """Base of the likelihoods with a label for each of a datum's places: its pixels or tokens."""
 
     per_sample_term = "dense_probabilities"
     applies_itself = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax)
     axis: int
     """The axis of the output that has the classes."""
+    most_axes = 64
     expected: str
     """The shapes of output and target in words."""
 
@@ -112,13 +108,9 @@ class _DenseCategorical(Likelihood, ABC):
         super().__init__(ignore_index)
         self.ignore_index = ignore_index
 
-    @abstractmethod
-    def _fits(self, output: Tensor) -> bool:
-        """Return whether an output has enough axes."""
-
     def _logits(self, output: Tensor) -> Tensor:
         """Return logits with the classes last, shape (n, …, K)."""
-        if not self._fits(output):
+        if not 3 <= output.dim() <= self.most_axes:
             raise ValueError(f"{type(self).__name__} needs {self.expected}, got an output {tuple(output.shape)}")
         return at_least_float32(output).movedim(self.axis, -1)
 
@@ -168,12 +160,8 @@ class _DenseCategorical(Likelihood, ABC):
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         entropy = predictive_entropy(terms["dense_probabilities"])
-        return ClassPrediction(
-            probabilities=terms["dense_probabilities"],
-            entropy=entropy,
-            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
-            sample_probabilities=per_sample,
-        )
+        information = (entropy - terms["sample_entropy"]).clamp_min(0)
+        return ClassPrediction(terms["dense_probabilities"], entropy, information, per_sample)
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
         return self._counted(prediction.probabilities, target)
@@ -207,9 +195,6 @@ class PixelCategorical(_DenseCategorical):
     axis = 1
     expected = "logits of shape (n, K, …) and integer labels of shape (n, …)"
 
-    def _fits(self, output: Tensor) -> bool:
-        return output.dim() >= 3
-
     def _more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"iou": mean_iou(probabilities.argmax(-1), labels, probabilities.shape[-1])}
 
@@ -231,10 +216,8 @@ class TokenCategorical(_DenseCategorical):
 
     metric_names = ("accuracy", "nll", "token_nll", "brier", "ece", "entropy")
     axis = -1
+    most_axes = 3
     expected = "logits of shape (n, T, K) and integer labels of shape (n, T)"
-
-    def _fits(self, output: Tensor) -> bool:
-        return output.dim() == 3
 
 
 def mean_iou(predicted: Tensor, labels: Tensor, num_classes: int) -> Tensor:

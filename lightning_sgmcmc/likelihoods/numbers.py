@@ -59,8 +59,7 @@ class Gaussian(Likelihood):
         return {"loc": columns(output, "Gaussian"), "scale": self.log_std.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        target, observed = self.split_missing(target)
-        output, target = matched("Gaussian", output, target)
+        output, target, observed = self._paired("Gaussian", output, target)
         standardised = (target - output) / self.log_std.exp()
         return summed(-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2, observed)
 
@@ -71,8 +70,7 @@ class Gaussian(Likelihood):
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        target, observed = self.split_missing(target)
-        output, target = matched("Gaussian", output, target)
+        output, target, observed = self._paired("Gaussian", output, target)
         return {"cdf": where_observed(torch.special.ndtr((target - output) / self.log_std.exp()), observed, math.nan)}
 
 
@@ -107,18 +105,21 @@ class HeteroscedasticGaussian(Likelihood):
         self.min_std = min_std
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        mean, raw = _split(output, 2, "HeteroscedasticGaussian")
+        if output.dim() != 2 or output.shape[1] % 2:
+            shape = tuple(output.shape)
+            raise ValueError(f"HeteroscedasticGaussian needs 2 outputs for each target, shape (n, 2·D), got {shape}")
+        mean, raw = output.chunk(2, 1)
         return {"loc": mean, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         own = self.kept_components(output)
-        target, observed = self.split_missing(target)
-        mean, target = matched("HeteroscedasticGaussian", own["loc"], target)
+        mean, target, observed = self._paired("HeteroscedasticGaussian", own["loc"], target)
         standardised = (target - mean) / own["scale"]
         return summed(-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2, observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
-        return _gaussian_chance(columns(target, type(self).__name__))
+        variance = _variance(columns(target, type(self).__name__))
+        return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None
 
     def extra_repr(self) -> str:
         return f"std={self.std}, min_std={self.min_std}"
@@ -165,8 +166,7 @@ class StudentT(Likelihood):
         return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": self.log_scale.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        target, observed = self.split_missing(target)
-        output, target = matched("StudentT", output, target)
+        output, target, observed = self._paired("StudentT", output, target)
         z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
         return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - self.log_scale, observed)
 
@@ -227,35 +227,13 @@ class MixtureOfGaussians(Likelihood):
         return f"num_components={self.num_components}, std={self.std}, min_std={self.min_std}"
 
 
-def matched(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets of one shape (n, D), since others would broadcast."""
-    output, target = columns(output, name), columns(target, name)
-    if output.shape != target.shape:
-        raise ValueError(f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}")
-    return output, target
-
-
 @functools.cache
 def _normaliser(df: float) -> float:
     """Return the constant of Student's log density, computed once, not with every step."""
     return float(student_t_normaliser(torch.tensor(df, dtype=torch.float64)))
 
 
-def _split(output: Tensor, parts: int, name: str) -> tuple[Tensor, ...]:
-    if output.dim() != 2 or output.shape[1] % parts:
-        raise ValueError(
-            f"{name} needs {parts} outputs for each target, shape (n, {parts}·D), got {tuple(output.shape)}"
-        )
-    return output.chunk(parts, 1)
-
-
 def _variance(target: Tensor) -> Tensor:
     """Return the variance of each column's observed numbers."""
     numbers = widest(target)
     return (numbers - numbers.nanmean(0)).square().nanmean(0)
-
-
-def _gaussian_chance(target: Tensor) -> float | None:
-    """Return the NLL of the Gaussian of the targets' own mean and variance, in nats per datum."""
-    variance = _variance(target)
-    return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None

@@ -17,19 +17,7 @@ from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.checks import check_choice, check_within
-from lightning_sgmcmc.diagnostics.decisions import (
-    LARGEST,
-    SMALLEST,
-    class_nll,
-    class_scores,
-    conformal_threshold,
-    factor_grid,
-    fit_std_factor,
-    fit_temperature,
-    gaussian_nll,
-    shrunk_factor,
-    tempered,
-)
+from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -44,33 +32,27 @@ from lightning_sgmcmc.predictions import (
     Prediction,
     RegressionPrediction,
 )
-from lightning_sgmcmc.predictions.classes import of_both
+from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import widest
 
 
-def sureness(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
+def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
     """Return the calibration temperature of class probabilities, 1 for a calibrated predictive, None for another kind.
 
     It has the least NLL with a prior N(0, prior_std²) of its logarithm, without which a few data would determine it.
     Above 1 the predictive is too sure.
 
-    Args:
-        likelihood: of the terms.
-        terms: the averages that a predictive consists of.
-        target: the targets.
-        prior_std: standard deviation of the prior.
-
     Source: Guo et al. 2017, section 4.2.
     """
     prediction = likelihood.prediction(terms, None)
-    factors = factor_grid()
+    factors = decisions.factor_grid()
     if not isinstance(prediction, ClassPrediction):
         return None
     probabilities, labels = likelihood.scored(prediction, target)
-    nll = [class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
-    return shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
+    nll = [decisions.class_nll(decisions.tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -142,16 +124,22 @@ def fit_calibration(
         probabilities, labels = likelihood.scored(prediction, target)
         if isinstance(prediction, MultiLabelPrediction):
             probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
-        value = fit_temperature(probabilities, labels)
-        before = class_nll(probabilities, labels)
-        after = class_nll(tempered(probabilities, value), labels)
-        _warn_of_bounds(value)
+        value = decisions.fit_temperature(probabilities, labels)
+        if not decisions.SMALLEST * 1.001 < value < decisions.LARGEST / 1.001:
+            rank_zero_warn(
+                f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
+                "optimum (all predictions are right, or no better than chance): use more data."
+            )
+        before, after = (
+            decisions.class_nll(probabilities, labels),
+            decisions.class_nll(decisions.tempered(probabilities, value), labels),
+        )
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
         target = target.reshape(mean.shape)
-        value = fit_std_factor(mean, std, target)
-        before, after = gaussian_nll(mean, std, target), gaussian_nll(mean, std * value, target)
+        value = decisions.fit_std_factor(mean, std, target)
+        before, after = decisions.gaussian_nll(mean, std, target), decisions.gaussian_nll(mean, std * value, target)
         return Calibration("std factor", value, len(target), before, after, identity)
     raise TypeError(
         f"calibrate scales class probabilities or a standard deviation, and {type(likelihood).__name__} predicts a "
@@ -198,14 +186,6 @@ def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:
         rank_zero_warn(
             "calibrate seems to get training data (its loader shuffles, or has the fit's data set): predictions of "
             "them are too sure, so the calibration would be wrong; pass validation data."
-        )
-
-
-def _warn_of_bounds(value: float) -> None:
-    if not SMALLEST * 1.001 < value < LARGEST / 1.001:
-        rank_zero_warn(
-            f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
-            "optimum (all predictions are right, or no better than chance): use more data."
         )
 
 
@@ -293,10 +273,11 @@ class ConformalPrediction:
         return (self.low <= target) & (target <= self.high)
 
 
+@dataclass(frozen=True, eq=False)
 class Conformal:
     """Makes sets or intervals of predictions; see `Posterior.conformal`.
 
-    Args:
+    Attributes:
         posterior: the predictive.
         threshold: the calibrated nonconformity: shape () for classes, (D,) for numbers.
         level: the guaranteed coverage.
@@ -305,15 +286,12 @@ class Conformal:
         count: number of calibration data.
     """
 
-    def __init__(
-        self, posterior: Predictor, threshold: Tensor, level: float, method: Method, seed: int, count: int
-    ) -> None:
-        self.posterior = posterior
-        self.threshold = threshold
-        self.level = level
-        self.method = method
-        self.seed = seed
-        self.count = count
+    posterior: Predictor
+    threshold: Tensor
+    level: float
+    method: Method
+    seed: int
+    count: int
 
     def __repr__(self) -> str:
         return f"Conformal(level={self.level}, method={self.method!r}, calibration data={self.count})"
@@ -326,9 +304,8 @@ class Conformal:
         """
         prediction = self.posterior.predict(x)
         if isinstance(prediction, ClassPrediction):
-            probabilities = widest(prediction.probabilities)
-            u = _uniform(len(probabilities), self.seed, "predict") if self.method == "adaptive" else None
-            scores = class_scores(probabilities, self.method == "adaptive", None if u is None else u.to(probabilities))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "conformal", "predict"))
+            scores = _scores_of_classes(widest(prediction.probabilities), self.method, generator)
             return ConformalPrediction(prediction, sets=scores <= self.threshold.to(scores))
         width = self.threshold.to(prediction.std) * prediction.std
         return ConformalPrediction(prediction, low=prediction.mean - width, high=prediction.mean + width)
@@ -352,14 +329,20 @@ def fit_conformal(
     if not scores:
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
     joined = torch.cat(scores)
-    return Conformal(posterior, _threshold(joined, level), level, method, seed, len(joined))
+    if joined.dim() == 1 or not bool(joined.isnan().any()):
+        threshold = decisions.conformal_threshold(joined, level)
+    else:  # a number that is not observed is NaN
+        threshold = torch.stack(
+            [decisions.conformal_threshold(each[~each.isnan()], level) for each in joined.unbind(1)]
+        )
+    return Conformal(posterior, threshold, level, method, seed, len(joined))
 
 
-def _threshold(scores: Tensor, level: float) -> Tensor:
-    """Return `conformal_threshold` of the observed data of each column; others are NaN."""
-    if scores.dim() == 1 or not bool(scores.isnan().any()):
-        return conformal_threshold(scores, level)
-    return torch.stack([conformal_threshold(column[~column.isnan()], level) for column in scores.unbind(1)])
+def _scores_of_classes(probabilities: Tensor, method: Method, generator: torch.Generator) -> Tensor:
+    if method == "threshold":
+        return decisions.class_scores(probabilities, False, None)
+    u = torch.rand(len(probabilities), generator=generator, dtype=torch.float64)
+    return decisions.class_scores(probabilities, True, u.to(probabilities))
 
 
 def _scores(
@@ -372,9 +355,7 @@ def _scores(
         if known is not None:
             probabilities, target = probabilities[known.to(probabilities.device)], target[known]
         labels = (read(target) if read is not None else target).long().to(probabilities.device)
-        u = torch.rand(len(labels), generator=generator, dtype=torch.float64) if method == "adaptive" else None
-        each = class_scores(probabilities, method == "adaptive", None if u is None else u.to(probabilities))
-        return each.gather(1, labels[:, None])[:, 0]
+        return _scores_of_classes(probabilities, method, generator).gather(1, labels[:, None])[:, 0]
     if isinstance(prediction, RegressionPrediction):
         mean, std = widest(prediction.mean), widest(prediction.std)
         target = target.to(mean)
@@ -386,8 +367,3 @@ def _scores(
         f"conformal makes sets of classes or intervals of numbers, and {type(model.likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"
     )
-
-
-def _uniform(count: int, seed: int, name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", name))
-    return torch.rand(count, generator=generator, dtype=torch.float64)

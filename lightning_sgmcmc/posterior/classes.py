@@ -43,11 +43,7 @@ def path_of(value: Any) -> str:
 
 
 def find_module_class(path: Any, trust: bool = False) -> type[nn.Module]:
-    """Return the torch module class of this name.
-
-    Args:
-        trust: import any module; importing runs its code.
-    """
+    """Return the torch module class of this name; with `trust` any module is imported, which runs its code."""
     found = find(path, trust)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise NotDescribableError(f"{path} is not a torch module")
@@ -96,7 +92,12 @@ def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:
     for name in qualified_name.split("."):
         # Not getattr: a module's `__getattr__` may import. Only classes hold classes: a module holds other modules.
         if name not in vars(outer[-1]) or (len(outer) > 1 and not isinstance(outer[-1], type)):
-            raise NotDescribableError(_no_such(module_name, qualified_name))
+            raise NotDescribableError(
+                f"{qualified_name} was defined in the script that sampled, and this program does not define it: import "
+                "it by `from SCRIPT import …` into this program's main module, or pass net=… or model=…"
+                if module_name == "__main__"
+                else f"cannot import {module_name}:{qualified_name}: {module_name} has no {qualified_name}"
+            )
         outer.append(vars(outer[-1])[name])
     return outer[-1]
 
@@ -119,12 +120,3 @@ def _module(name: str, trust: bool, packages: tuple[str, ...]) -> Any:
 
 def _is_below(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def _no_such(module_name: str, qualified_name: str) -> str:
-    if module_name == "__main__":
-        return (
-            f"{qualified_name} was defined in the script that sampled, and this program does not define it: import it "
-            "by `from SCRIPT import …` into this program's main module, or pass net=… or model=…"
-        )
-    return f"cannot import {module_name}:{qualified_name}: {module_name} has no {qualified_name}"

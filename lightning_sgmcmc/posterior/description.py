@@ -9,7 +9,7 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,21 +26,8 @@ from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior import hugging_face
 from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
-from lightning_sgmcmc.posterior.hugging_face import (
-    build_adapted,
-    build_by,
-    build_transformer,
-    describe_adapted,
-    describe_by_builder,
-    describe_transformer,
-    find_builder,
-    import_named,
-    is_adapted,
-    is_transformer,
-    is_vision_model,
-    replace_part,
-)
 from lightning_sgmcmc.priors.state import is_prior_state
 
 MISSING = "missing"
@@ -91,11 +78,7 @@ def describe_model(model: nn.Module) -> tuple[Any, str | None]:
 
 
 def description_for_store(model: EnergyModel) -> Any:
-    """Return the description of a model's network; warn if a later process cannot rebuild the network from it.
-
-    Args:
-        model: the model; of several chains the first, since samples are of one chain's network.
-    """
+    """Return the description of a model's network, of its first chain; warn if it cannot be rebuilt from it."""
     with model.at_chain(0):
         description, reason = describe_model(model)
     if reason is None:
@@ -121,13 +104,11 @@ def description_for_store(model: EnergyModel) -> Any:
 
 
 def build(description: Any, net: nn.Module | None = None, trust: bool = False) -> Any:
-    """Rebuild the value from its description.
+    """Rebuild the value from its description, with `net` as the model's argument net if one is given.
 
-    Args:
-        net: the network to use as the model's argument `net`; None builds the described one.
-        trust: import any module that a description names; importing runs its code.
+    With `trust` any module that a description names is imported, which runs its code.
     """
-    import_named(description, trust)  # importing them makes many tensors too
+    hugging_face.import_named(description, trust)  # importing them makes many tensors too
     try:
         with _FewParts():
             if net is None:
@@ -158,13 +139,13 @@ def _build(description: Any, trust: bool) -> Any:
     if MISSING in description:
         raise NotDescribableError(str(description[MISSING]))
     if "peft" in description:
-        return build_adapted(description, lambda network: _build(network, trust))
+        return hugging_face.build_adapted(description, lambda network: _build(network, trust))
     if "config" in description:
-        return build_transformer(description, trust)
+        return hugging_face.build_transformer(description, trust)
     if "replaced" in description:
-        network = build_by(find_builder(description["class"]), description["arguments"])
+        network = hugging_face.build_by(hugging_face.find_builder(description["class"]), description["arguments"])
         for name, part in description["replaced"].items():
-            replace_part(network, name, _build(part, trust))
+            hugging_face.replace_part(network, name, _build(part, trust))
         return network
     cls = find_module_class(description["class"], trust)
     if "children" in description:
@@ -201,11 +182,7 @@ def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
 
 
 class _FewParts(TorchFunctionMode):
-    """Raises once more than `MOST_PARTS` are made within it: a damaged description may ask for any number of layers.
-
-    It counts what this thread does with torch: submodules and parameters that modules get, and functions of tensors.
-    Python's own hooks (`sys.setprofile`) belong to profilers, debuggers and measurements of coverage.
-    """
+    """Raises once this thread makes more than `MOST_PARTS`, since a damaged description may ask for any number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,12 +248,12 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module._modules.items()],
         }
-    if is_adapted(module):
-        description: dict[str, Any] = describe_adapted(module, describe)
-    elif is_transformer(module):
-        description = describe_transformer(module)
-    elif is_vision_model(module):
-        path, options, changed = describe_by_builder(module)
+    if hugging_face.is_adapted(module):
+        description: dict[str, Any] = hugging_face.describe_adapted(module, describe)
+    elif hugging_face.is_transformer(module):
+        description = hugging_face.describe_transformer(module)
+    elif hugging_face.is_vision_model(module):
+        path, options, changed = hugging_face.describe_by_builder(module)
         replaced = {name: describe(part) for name, part in changed.items()}
         description = {"class": path, "arguments": options, "replaced": replaced}
     else:
@@ -337,7 +314,8 @@ def _plain_type(module: nn.Module) -> type[nn.Module]:
 def record_arguments(cls: type[nn.Module]) -> None:
     """Make `cls.__init__` store the arguments of the outermost constructor call in `_arguments`."""
     init = cls.__init__
-    parameters = inspect.signature(init).parameters
+    signature = inspect.signature(init)
+    parameters = signature.parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     @functools.wraps(init)
@@ -346,20 +324,13 @@ def record_arguments(cls: type[nn.Module]) -> None:
             check_names(cls.__name__, kwargs, parameters)
         if "_arguments" not in vars(self):
             # nn.Module accepts no attributes before its constructor has run.
-            object.__setattr__(self, "_arguments", _named_arguments(init, self, *args, **kwargs))
+            named: dict[str, Any] = {}
+            for name, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
+                is_rest = parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+                named |= value if is_rest else {name: value}
+            object.__setattr__(self, "_arguments", named)
         init(self, *args, **kwargs)
 
     # Lightning's `load_from_checkpoint` reads the signature without following wrappers.
-    recording_init.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
+    recording_init.__signature__ = signature  # type: ignore[attr-defined]
     cls.__init__ = recording_init  # type: ignore[method-assign]
-
-
-def _named_arguments(init: Callable[..., None], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    signature = inspect.signature(init)
-    named: dict[str, Any] = {}
-    for name, value in list(signature.bind(*args, **kwargs).arguments.items())[1:]:
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    return named

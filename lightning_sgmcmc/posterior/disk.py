@@ -17,28 +17,7 @@ from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample, SampleR
 from lightning_sgmcmc.contour.contour import ContourState
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import is_regular, make_folder, read_regular, write_atomically
-from lightning_sgmcmc.posterior.manifest import (
-    LARGEST_MANIFEST,
-    MANIFEST,
-    SAMPLE_NAME,
-    SHARED,
-    Manifest,
-    OpenFiles,
-    fill_aside,
-    in_order,
-    is_newer,
-    most_open_files,
-    next_aside,
-    opened,
-    parse_manifest,
-    place_of,
-    read_sample_file,
-    read_shared,
-    shared_shapes,
-    verify_content,
-    write_manifest,
-    write_shared,
-)
+from lightning_sgmcmc.posterior import manifest
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.posterior.writing import BackgroundWriter, is_in_use, unusable, wait_for_writers, write_sample
 from lightning_sgmcmc.tables import Columns
@@ -75,10 +54,10 @@ class DiskStore(SampleStore):
         self.path = Path(path).absolute()  # the working folder may change
         self.skips_damaged = skip_damaged
         self._verified: set[str] = set()
-        self._held = OpenFiles()
+        self._held = manifest.OpenFiles()
         self._dropped: list[SampleRecord] = []
         """Records that `keep_newest` has dropped and the manifest still contains."""
-        self._manifest = Manifest()
+        self._manifest = manifest.Manifest()
         self._places: set[tuple[int, int, int]] = set()
         self._contour: bytes | None = None
         self._shared: dict[str, Tensor] | None = None
@@ -104,7 +83,7 @@ class DiskStore(SampleStore):
     def written_by_newer(self) -> str:
         """A clause for messages if a newer version of this library wrote the store, else ""."""
         library = self._manifest.library
-        if not is_newer(library):
+        if not manifest.is_newer(library):
             return ""
         return f"; lightning-sgmcmc {library} wrote the store, and this version is older: update it"
 
@@ -128,13 +107,13 @@ class DiskStore(SampleStore):
             FileExistsError: if the folder contains a store.
         """
         path = Path(path)
-        if (path / MANIFEST).exists():
+        if (path / manifest.MANIFEST).exists():
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             make_folder(path)
-            checksum = write_shared(path, shared or {})
-            content = write_manifest(model_description, uuid.uuid4().hex, (), columns, checksum)
-            write_atomically(path / MANIFEST, content)
+            of_shared = manifest.write_shared(path, shared or {})
+            content = manifest.write_manifest(model_description, uuid.uuid4().hex, (), columns, of_shared)
+            write_atomically(path / manifest.MANIFEST, content)
         except OSError as error:
             raise unusable(path, error) from error
         return cls(path)
@@ -170,14 +149,14 @@ class DiskStore(SampleStore):
     def reload(self) -> None:
         """Read the manifest and the contour again."""
         wait_for_writers(self.path)
-        path = self.path / MANIFEST
+        path = self.path / manifest.MANIFEST
         if not os.path.lexists(path):
-            raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
+            raise FileNotFoundError(f"no sample store at {self.path}: there is no {manifest.MANIFEST}")
         try:
-            content = read_regular(path, LARGEST_MANIFEST)
+            content = read_regular(path, manifest.LARGEST_MANIFEST)
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-        self._manifest = parse_manifest(content, str(path))
+        self._manifest = manifest.parse_manifest(content, str(path))
         self.columns = self._manifest.columns
         self.records, self._dropped = self._manifest.records, []
         if self.damaged_lines and not self.skips_damaged:
@@ -198,10 +177,10 @@ class DiskStore(SampleStore):
         for _ in range(MOST_TRIES):
             if not is_in_use(self.path):
                 return
-            files, held = [record.file for record in self.records], OpenFiles()
+            files, held = [record.file for record in self.records], manifest.OpenFiles()
             try:
-                for record in self.records[: most_open_files()]:
-                    held.hold(record.file, place_of(self.path, record))
+                for record in self.records[: manifest.most_open_files()]:
+                    held.hold(record.file, manifest.place_of(self.path, record))
             except OSError:
                 held.close()
                 self.reload()
@@ -239,13 +218,14 @@ class DiskStore(SampleStore):
 
     def __getitem__(self, index: int) -> PosteriorSample:
         record = self.records[index]
-        path = place_of(self.path, record)
+        path = manifest.place_of(self.path, record)
         try:
-            content = self._held.read(record.file) or read_sample_file(path)
+            content = self._held.read(record.file) or manifest.read_sample_file(path)
             if record.file not in self._verified:
-                verify_content(content, record)
+                if manifest.checksum(content) != record.checksum:
+                    raise OSError("its checksum differs from the manifest's")
                 self._verified.add(record.file)
-            tensors = in_order(load(content), content)
+            tensors = manifest.in_order(load(content), content)
         except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
             raise ValueError(self._unreadable(path, error, f"; {LEAVE_OUT} it")) from error
         parts = [
@@ -260,12 +240,12 @@ class DiskStore(SampleStore):
         """What is not sampled, by name: read once, and the same tensors in all samples."""
         if self._shared is None:
             expected = self._manifest.shared
-            self._shared = {} if expected is None else read_shared(self.path, expected)
+            self._shared = {} if expected is None else manifest.read_shared(self.path, expected)
         return self._shared
 
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is not sampled, by name."""
-        return {} if self._manifest.shared is None else shared_shapes(self.path)
+        return {} if self._manifest.shared is None else manifest.shared_shapes(self.path)
 
     def _unreadable(self, path: Path, error: Exception, remedy: str) -> str:
         """Return the sentence on a sample that cannot be read."""
@@ -292,9 +272,9 @@ class DiskStore(SampleStore):
 
     @contextmanager
     def _open(self, index: int) -> Iterator[Any]:
-        path = place_of(self.path, self.records[index])
+        path = manifest.place_of(self.path, self.records[index])
         try:
-            with opened(path) as file:
+            with manifest.opened(path) as file:
                 yield file
         except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(self._unreadable(path, error, "")) from error
@@ -313,16 +293,13 @@ class DiskStore(SampleStore):
         self.discard(dropped)
 
     def keep_newest(self, count: int) -> set[str]:
-        """Drop the oldest samples; their files stay until `discard`.
+        """Drop all samples except the newest; return the files that the manifest no longer has, for `discard`.
 
         The manifest is rewritten only after every `count / 20` dropped samples, so that a sample's cost does not grow
         with `count`; `trim` rewrites it at once.
 
         Args:
             count: the number of samples to keep.
-
-        Returns:
-            the files that have been removed from the manifest, and can be deleted.
         """
         surplus = max(len(self.records) - count, 0)
         self._dropped += self.records[:surplus]
@@ -339,25 +316,20 @@ class DiskStore(SampleStore):
         return dropped
 
     def set_aside(self, records: list[SampleRecord]) -> Path | None:
-        """Set the store to these samples, and move its others into a new folder beside it, which is a store too.
+        """Set the store to these samples, of its own or retired ones, and move its others into a new store beside it.
 
-        At every moment each sample is complete in one of the two folders.
-
-        Args:
-            records: samples of this store, or retired ones.
-
-        Returns:
-            the new folder; None if the store has no others.
+        At every moment each sample is complete in one of the two folders. The result is the new one, None without
+        others.
         """
         wanted = {repr(r) for r in records}
         others = [r for r in self.records if repr(r) not in wanted]
-        aside = next_aside(self.path) if others else None
+        aside = manifest.next_aside(self.path) if others else None
         if aside is not None:
-            copied = [record.file for record in others] + ([] if self._manifest.shared is None else [SHARED])
-            fill_aside(self.path, aside, copied)
+            copied = [record.file for record in others] + ([] if self._manifest.shared is None else [manifest.SHARED])
+            manifest.fill_aside(self.path, aside, copied)
             if self._contour is not None:
                 write_atomically(aside / CONTOUR, self._contour)
-            write_atomically(aside / MANIFEST, self._content(others, uuid.uuid4().hex))
+            write_atomically(aside / manifest.MANIFEST, self._content(others, uuid.uuid4().hex))
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
         return aside
@@ -365,14 +337,14 @@ class DiskStore(SampleStore):
     def discard(self, files: set[str]) -> None:
         """Delete sample files that are not in the manifest; nothing else is deleted."""
         for file in files:
-            if SAMPLE_NAME.fullmatch(file) and is_regular(self.path / file):
+            if manifest.SAMPLE_NAME.fullmatch(file) and is_regular(self.path / file):
                 (self.path / file).unlink(missing_ok=True)
 
     def _content(self, records: Iterable[SampleRecord], run: str) -> bytes:
-        return write_manifest(self.model_description, run, records, self.columns, self._manifest.shared)
+        return manifest.write_manifest(self.model_description, run, records, self.columns, self._manifest.shared)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
-        write_atomically(self.path / MANIFEST, self._content(records, self.run_id))
+        write_atomically(self.path / manifest.MANIFEST, self._content(records, self.run_id))
         self.records, self._dropped, self._places = records, [], _places_of(records)
 
 
@@ -415,12 +387,7 @@ class LaggingStore(DiskStore):
         return self._writer is not None and len(self._writer) > 0
 
     def append_later(self, sample: PosteriorSample, copy: Callable[[], PosteriorSample]) -> None:
-        """Queue a sample.
-
-        Args:
-            sample: the sample, on any device.
-            copy: waits for the device, and returns the sample in host memory; called in the thread.
-        """
+        """Queue a sample on any device; `copy`, called in the thread, waits for it and returns the host's copy."""
         self._take_place(sample)
         writer = self._open_writer()
         earlier = len(self._records) + len(writer)
@@ -428,7 +395,7 @@ class LaggingStore(DiskStore):
         try:
             writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier)), size)
         except OSError:
-            self._places.discard((sample.step, sample.chain, sample.draw))
+            self._places.discard(_place_of(sample))
             raise
 
     def set_contour_later(self, contour: LearnedContour) -> None:

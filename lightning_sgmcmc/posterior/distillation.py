@@ -100,12 +100,7 @@ class Student(nn.Module):
 
 
 def prediction_of(output: Tensor, classes: int | None) -> Prediction:
-    """Return the predictive that a student's output describes, in the units of the standardised targets.
-
-    Args:
-        output: shape (n, K + 1), or (n, 3·D) for numbers.
-        classes: K; None for numbers.
-    """
+    """Return the predictive of a student's output, (n, K + 1) or (n, 3·D), in the units of standardised targets."""
     output = output.float()
     if classes is not None:
         probabilities = output[:, :classes].softmax(-1)
@@ -123,11 +118,6 @@ def distillation_loss(output: Tensor, teacher: Prediction, weight: float) -> tup
         numbers:   Σ_d KL(N(m̄_d, s̄_d²) ‖ N(m_d, s_d²))      and  weight·Σ_d kl(v̄_d ‖ v_d),  v the share of the variance
 
     A bar is the teacher's, I the mutual information, and kl(a ‖ b) that of two coins.
-
-    Args:
-        output: the student's output.
-        teacher: the averaged predictive of the same inputs.
-        weight: of the epistemic part.
 
     Source: Korattikara et al. 2015 (the predictive); Vadera et al. 2020 (expectations such as the entropy).
     """
@@ -262,13 +252,8 @@ def distil(
     """Return the fitted student; see `Posterior.distill`."""
     check_count("epochs", epochs, optional=False)
     task = Distillation(posterior, net, lr, epistemic_weight)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(max_epochs=epochs, **(quiet | options))
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(max_epochs=epochs, **(dict.fromkeys(silent, False) | options))
     fit: dict[str, Any] = {"datamodule" if isinstance(loader, pl.LightningDataModule) else "train_dataloaders": loader}
     trainer.fit(task, **fit)
     return task.student.eval()

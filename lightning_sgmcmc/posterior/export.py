@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -88,10 +89,17 @@ def to_inference_data(
             f"the longer chains, are dropped: {grid.draws} of each chain remain",
             stacklevel=2,
         )
-    stats = {name: grid.arrange(values) for name, values in _statistics(store.records).items()}
+    records = store.records
+    stats: dict[str, Any] = {
+        "energy": [r.energy for r in records],
+        "lp": [-r.energy for r in records],
+        "step": [r.step for r in records],
+        "cycle": [r.cycle for r in records],
+        "log_weight": comparable_log_weights(records).tolist(),
+    }
     groups = {
         "posterior": parameter_draws(store, grid, choose_parameters(store.shapes(0), parameters, max_elements)),
-        "sample_stats": stats,
+        "sample_stats": {name: grid.arrange(values) for name, values in stats.items()},
         "posterior_predictive": _predictions(predictions or {}, len(store), grid),
     }
     groups = {name: group for name, group in groups.items() if group}
@@ -122,16 +130,6 @@ def parameter_draws(store: SampleStore, grid: ChainGrid, names: Sequence[str]) -
     drawn = [store.parameters(position, names) for position in grid.positions.ravel()]
     leading = grid.positions.shape
     return {name: np.stack([d[name].numpy() for d in drawn]).reshape(*leading, *drawn[0][name].shape) for name in names}
-
-
-def _statistics(records: Sequence[SampleRecord]) -> dict[str, list[float] | list[int]]:
-    return {
-        "energy": [r.energy for r in records],
-        "lp": [-r.energy for r in records],
-        "step": [r.step for r in records],
-        "cycle": [r.cycle for r in records],
-        "log_weight": comparable_log_weights(records).tolist(),
-    }
 
 
 def _predictions(predictions: Mapping[str, Tensor], count: int, grid: ChainGrid) -> dict[str, np.ndarray]:
@@ -173,17 +171,12 @@ class ParameterRow(NamedTuple):
     ess: float
 
 
+@dataclass(repr=False, eq=False)
 class ParameterTable:
-    """Rows as text and, in a notebook, as HTML.
+    """Rows below a caption, as text and, in a notebook, as HTML."""
 
-    Args:
-        caption: the line above.
-        rows: the rows.
-    """
-
-    def __init__(self, caption: str, rows: Sequence[ParameterRow]) -> None:
-        self.caption = caption
-        self.rows = list(rows)
+    caption: str
+    rows: list[ParameterRow]
 
     def __iter__(self) -> Any:
         return iter(self.rows)
@@ -194,8 +187,10 @@ class ParameterTable:
     def __str__(self) -> str:
         cells = [COLUMNS, *map(_cells, self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-        lines = ["  ".join(_aligned(i, cell, widths[i]) for i, cell in enumerate(row)).rstrip() for row in cells]
-        return "\n".join([self.caption, *lines])
+        lines = [
+            "  ".join((cell.ljust if i < 2 else cell.rjust)(widths[i]) for i, cell in enumerate(row)) for row in cells
+        ]
+        return "\n".join([self.caption, *(line.rstrip() for line in lines)])
 
     __repr__ = __str__
 
@@ -211,10 +206,6 @@ def _cells(row: ParameterRow) -> tuple[str, ...]:
 
 def _text(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4g}"
-
-
-def _aligned(column: int, cell: str, width: int) -> str:
-    return cell.ljust(width) if column < 2 else cell.rjust(width)
 
 
 def parameter_table(
@@ -235,7 +226,9 @@ def parameter_table(
     watched = {name: _watched(math.prod(shapes[name]), by) for name in names}
     mean, square, kept = _moments(store, names, weights, watched)
     energies = torch.tensor([record.energy for record in store.records], dtype=torch.float64)
-    rows = [_row("energy", (), *_weighted(energies, weights), energies[:, None].numpy(), grid)]
+    centre = float(weights @ energies)
+    spread_of = math.sqrt(float(weights @ (energies - centre).square()))
+    rows = [_row("energy", (), centre, spread_of, energies[:, None].numpy(), grid)]
     for group, members in _groups(names, by).items():
         sizes = sum(math.prod(shapes[name]) for name in members)
         drawn = np.concatenate([kept[name] for name in members], 1)
@@ -284,11 +277,6 @@ def _moments(
                 mean[name] += weight / total * difference
                 variance[name] += weight * difference * (value - mean[name])
     return mean, variance, {name: torch.stack(values).numpy() for name, values in kept.items()}
-
-
-def _weighted(values: Tensor, weights: Tensor) -> tuple[float, float]:
-    mean = float(weights @ values)
-    return mean, math.sqrt(float(weights @ (values - mean).square()))
 
 
 def _row(name: str, shape: tuple[int, ...], mean: float, sd: float, drawn: np.ndarray, grid: ChainGrid) -> ParameterRow:

@@ -35,49 +35,22 @@ MOST_LAYERS = 1_000
 """Largest number of layers in a configuration: the deepest published networks have a few hundred."""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Implementations of attention that a store may name: others are code that transformers downloads."""
-LEFT_OUT = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "_name_or_path",
-        "attn_implementation",
-        "auto_map",
-        "custom_pipelines",
-        "experts_implementation",
-        "quantization_config",
-        "task_specific_params",
-        "tokenizer_class",
-    }
-)
+_LEFT_OUT = """
+_attn_implementation _attn_implementation_internal _commit_hash _experts_implementation
+_experts_implementation_internal _name_or_path attn_implementation auto_map custom_pipelines experts_implementation
+quantization_config task_specific_params tokenizer_class
+"""
+LEFT_OUT = frozenset(_LEFT_OUT.split())
 """Entries of a configuration that name code or files to download, or that no network reads."""
 LABELS = ("id2label", "label2id")
 """Entries whose texts are a user's own names."""
 SEPARATORS = re.compile(r"[/\\:]")
 """In the name of a file, of a network on a hub, or of a protocol; no setting of a network has one."""
-LORA = frozenset(
-    {
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "use_dora",
-        "use_rslora",
-    }
-)
+_LORA = """
+alpha_pattern bias exclude_modules fan_in_fan_out layers_pattern layers_to_transform lora_alpha lora_bias lora_dropout
+modules_to_save r rank_pattern target_modules target_parameters task_type use_dora use_rslora
+"""
+LORA = frozenset(_LORA.split())
 """Arguments of peft's LoraConfig that change the network; others choose its first values, and may read files."""
 REPEATED = re.compile(r"\)[*+{]")
 QUANTIFIERS = re.compile(r"[*+{]")
@@ -126,7 +99,8 @@ def check_family(description: Mapping[str, Any]) -> None:
                 f"{path[:80]} is not among the architectures of transformers that build from numbers alone, as BERT, "
                 f"GPT-2, Llama and ViT do: {TRUST}"
             )
-    for kind in _model_types(description["arguments"]["dict"]):
+    configurations = _mappings(description["arguments"]["dict"], left_out=LABELS)
+    for kind in (str(one["model_type"]) for one in configurations if "model_type" in one):
         # "clip_text_model" is a part of "clip", and the folder of "xlm-roberta" is xlm_roberta.
         folder = kind.replace("-", "_").removesuffix("_gpt")
         if not any(folder == family or folder.startswith(f"{family}_") for family in FAMILIES):
@@ -189,17 +163,14 @@ def _check_layers(name: str, value: Any) -> None:
         raise NotDescribableError(f"its configuration has {name}={str(value)[:20]}, more than {MOST_LAYERS:,} layers")
 
 
-def _model_types(values: Any) -> Iterator[str]:
-    """Yield the type of each network in a configuration."""
-    if isinstance(values, list):
-        for value in values:
-            yield from _model_types(value)
+def _mappings(values: Any, left_out: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
+    """Yield all dictionaries in plain data, outer ones first."""
+    inner = values if isinstance(values, list) else []
     if isinstance(values, Mapping):
-        if "model_type" in values:
-            yield str(values["model_type"])
-        for name, value in values.items():
-            if name not in LABELS:
-                yield from _model_types(value)
+        yield values
+        inner = [value for name, value in values.items() if name not in left_out]
+    for value in inner:
+        yield from _mappings(value, left_out)
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
@@ -249,7 +220,9 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 def import_named(description: Any, trust: bool = False) -> None:
     """Import the packages that a description needs, if they are installed."""
-    for part in _parts(description):
+    for part in _mappings(description):
+        if "peft" not in part and not ("config" in part and "class" in part):
+            continue
         package = "peft" if "peft" in part else "transformers"
         if package == "transformers" and not trust:
             check_family(part)
@@ -262,17 +235,6 @@ def import_named(description: Any, trust: bool = False) -> None:
             raise NotDescribableError(
                 f"the network needs {package} ({error}): pip install lightning-sgmcmc[lora]"
             ) from error
-
-
-def _parts(description: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(description, list):
-        for item in description:
-            yield from _parts(item)
-    if isinstance(description, Mapping):
-        if "peft" in description or ("config" in description and "class" in description):
-            yield description
-        for item in description.values():
-            yield from _parts(item)
 
 
 # -- vision ------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def last_layer_laplace(
         store = MemoryStore()
         store.columns = posterior.store.columns
     else:
-        store = DiskStore.create(path, _description(posterior, model), posterior.store.columns)
+        known = getattr(posterior.store, "model_description", None)
+        store = DiskStore.create(path, known or describe_model(model)[0], posterior.store.columns)
     network = collapse(copy.deepcopy(model)).eval()
     for sample in posterior:
         if MASK_SEED in sample.buffers:
@@ -127,8 +128,3 @@ def _named(fitted: Any, vector: Tensor) -> dict[str, Tensor]:
         named[f"{prefix}.{own}".removeprefix(".")] = part.detach().clone()
         start += parameter.numel()
     return named
-
-
-def _description(posterior: Posterior, model: EnergyModel) -> Any:
-    own = getattr(posterior.store, "model_description", None)
-    return own if own is not None else describe_model(model)[0]

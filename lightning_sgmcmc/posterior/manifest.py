@@ -8,7 +8,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_sgmcmc.files import (
     read_regular,
     write_atomically,
 )
-from lightning_sgmcmc.plain import as_plain, from_plain
+from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
@@ -45,14 +45,9 @@ LARGEST_COUNT = 2**62
 
 @dataclass
 class Manifest:
-    """What a manifest says.
+    """What a manifest says: of the network, the library and the run that wrote it, the columns, and the samples.
 
     Attributes:
-        model: the description of the network, or None.
-        library: version of the library that wrote it, "" if it does not say.
-        run: identifies the run that wrote it.
-        columns: what inputs and targets are.
-        records: of the samples.
         damaged_lines: numbers of the lines that are no records, from 1.
         shared: the checksum of the file with what all samples share, None without one.
     """
@@ -141,44 +136,24 @@ def _once(record: SampleRecord, seen: set[tuple[int, int, int]]) -> SampleRecord
 
 def record_from(entry: Any) -> SampleRecord:
     """Return the record with these fields."""
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"a sample's record should be a dictionary, got a {type(entry).__name__}")
-    counts: list[Any] = [entry.get(name) for name in ("step", "cycle", "chain")]
-    numbers: list[Any] = [entry.get(name) for name in ("energy", "log_weight")]
-    place, checksum, file = entry.get("bin"), entry.get("checksum"), entry.get("file")
-    draw: Any = entry.get("draw", 0)
-    if not all(map(_is_count, (*counts, draw))) or not (place is None or _is_count(place)):
+    found: SampleRecord = from_plain(SampleRecord, entry, "a sample's record")
+    check_known(SampleRecord, entry, "a sample's record")
+    counts = (found.step, found.cycle, found.chain, found.draw, found.bin or 0)
+    if not all(0 <= count < LARGEST_COUNT for count in counts):
         raise ValueError("a sample's step, cycle, chain, draw and bin should be integers, 0 or larger")
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+    if entry["energy"] is None or entry["log_weight"] is None:
         raise ValueError("a sample's energy and log_weight should be numbers")
-    if not isinstance(file, str) or not SAMPLE_NAME.fullmatch(file):
-        raise ValueError(f"{str(file)[:80]!r} is not the name of a sample's file")
-    if not isinstance(checksum, str) or not checksum:
-        raise ValueError(f"the record of {file} has no checksum")
-    comparable = entry.get("comparable", True)
-    if not isinstance(comparable, bool):
-        raise ValueError("a sample's comparable should be true or false")
-    if not entry.keys() <= SampleRecord.__dataclass_fields__.keys():
-        raise ValueError("a sample's record has an unknown field")
-    try:
-        energy, log_weight = (float(number) for number in numbers)
-    except OverflowError:
-        raise ValueError("a sample's energy and log_weight should be numbers below 1e308") from None
-    step, cycle, chain = counts
-    return SampleRecord(step, cycle, chain, energy, log_weight, file, checksum, place, comparable, draw)
+    if not SAMPLE_NAME.fullmatch(found.file):
+        raise ValueError(f"{found.file[:80]!r} is not the name of a sample's file")
+    if not found.checksum:
+        raise ValueError(f"the record of {found.file} has no checksum")
+    return replace(found, energy=float(found.energy), log_weight=float(found.log_weight))
 
 
 def is_newer(library: str) -> bool:
     """Return whether a version of this library is newer than the installed one."""
-    return _parts(library) > _parts(version("lightning-sgmcmc"))
-
-
-def _parts(library: str) -> list[int]:
-    return [int(number) for number in re.findall(r"[0-9]{1,9}", library)[:3]]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_COUNT
+    theirs, ours = (re.findall(r"[0-9]{1,9}", name)[:3] for name in (library, version("lightning-sgmcmc")))
+    return list(map(int, theirs)) > list(map(int, ours))
 
 
 # -- sample file -------------------------------------------------------------------------------------------------------
@@ -285,12 +260,6 @@ def most_open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
-def verify_content(content: bytes, record: SampleRecord) -> None:
-    """Raise OSError if a file is not the one that was written, according to the record."""
-    if checksum(content) != record.checksum:
-        raise OSError("its checksum differs from the manifest's")
-
-
 def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     """Return a file's tensors in the module's order."""
     length = int.from_bytes(content[:8], "little")
@@ -375,19 +344,15 @@ def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
     aside.mkdir()
     flush_folder(aside.parent)
     for file in files:
-        if is_regular(path / file):
-            _link_or_copy(path / file, aside / file)
+        if not is_regular(path / file):
+            continue
+        try:
+            os.link(path / file, aside / file)
+        except OSError:  # a file system without hard links
+            shutil.copy2(path / file, aside / file)
+            with open(aside / file, "r+b") as copied:
+                flush(copied)
     flush_folder(aside)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it on a file system without hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-        with open(target, "r+b") as copied:
-            flush(copied)
 
 
 # -- shared file -------------------------------------------------------------------------------------------------------

@@ -46,10 +46,7 @@ def model_of(store: DiskStore, net: nn.Module | None = None, trust: bool = False
 
 
 def _check_outline(store: DiskStore, trust: bool) -> None:
-    """Raise ValueError unless the described network fits a sample; nothing of its size is allocated.
-
-    A damaged description may have layers of any size.
-    """
+    """Raise ValueError unless the described network, of any size if it is damaged, fits a sample; allocate nothing."""
     with torch.device("meta"):
         model = _model(store.model_description, None, trust)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -118,10 +115,7 @@ class ForwardNetwork(nn.Module):
 def plain_networks(
     store: SampleStore, model: EnergyModel, with_hooks: bool = False
 ) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield each sample's network and likelihood, in evaluation mode; see `Posterior.networks`.
-
-    Tensors that samples do not contain are copied once and shared by all networks.
-    """
+    """Yield each sample's network and likelihood, in evaluation mode; see `Posterior.networks`."""
     device = next(model.parameters()).device
     shared: dict[str, Tensor] = {}
     own_methods = overrides(model, "forward") or (with_hooks and overrides(model, "output_of"))
@@ -167,22 +161,13 @@ def _with_tensors(
                 name = names.get(id(old))
                 if name is None:
                     continue
-                if name not in made:
-                    made[name] = _replacement(name, old, own_state, common, shared)
-                home[key] = made[name]
+                copies = made if name in own_state else shared
+                if name not in copies:
+                    tensor = own_state.get(name, common.get(name, old)).detach().clone()
+                    is_parameter = isinstance(old, nn.Parameter)
+                    copies[name] = nn.Parameter(tensor, old.requires_grad) if is_parameter else tensor
+                home[key] = copies[name]
     return parts[0], parts[1]
-
-
-def _replacement(
-    name: str, old: Tensor, state: Mapping[str, Tensor], common: Mapping[str, Tensor], shared: dict[str, Tensor]
-) -> Tensor:
-    if name not in state and name in shared:
-        return shared[name]
-    tensor = state.get(name, common.get(name, old)).detach().clone()
-    new: Tensor = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
-    if name not in state:
-        shared[name] = new
-    return new
 
 
 class _Member(nn.Module):

@@ -39,19 +39,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def checked_batches(batches: Any) -> Iterable[Any]:
-    """Return an iterable of batches; raise TypeError for one array."""
-    if isinstance(batches, Tensor | np.ndarray | tuple) or not isinstance(batches, Iterable):
-        raise TypeError(
-            f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
-            "predict(x) for one array"
-        )
-    return batches
-
-
-# -- posterior ---------------------------------------------------------------------------------------------------------
-
-
 class Posterior(StoredSamples):
     """Samples of a posterior and their predictions.
 
@@ -149,7 +136,13 @@ class Posterior(StoredSamples):
                 another one; for a NumPy array if the fit standardised its inputs, since its unit is unknown: pass
                 `posterior.inputs(x)`.
         """
-        return self._predicted(x, return_samples)
+        model = self._ready_model()
+        normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
+        self._ready = ready_samples(self._ready, self.store, model)
+        prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
+        prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
+        scaling = self.store.scaling
+        return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
 
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
@@ -166,7 +159,12 @@ class Posterior(StoredSamples):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        return self._predictions(checked_batches(batches), return_samples)
+        if isinstance(batches, Tensor | np.ndarray | tuple) or not isinstance(batches, Iterable):
+            raise TypeError(
+                f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
+                "predict(x) for one array"
+            )
+        return self._predictions(batches, return_samples)
 
     def _predictions(self, batches: Iterable[Any], return_samples: bool) -> Iterator[Prediction]:
         for number, batch in enumerate(batches):
@@ -175,16 +173,7 @@ class Posterior(StoredSamples):
                     "predict_batches reads all samples from the store again for every batch, since they take more "
                     "memory than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
                 )
-            yield self._predicted([batch], return_samples)
-
-    def _predicted(self, x: Any, return_samples: bool) -> Prediction:
-        model = self._ready_model()
-        normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
-        self._ready = ready_samples(self._ready, self.store, model)
-        prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
-        prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
-        scaling = self.store.scaling
-        return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
+            yield self.predict([batch], return_samples)
 
     def networks(self) -> Iterator[nn.Module]:
         """Yield each sample's network: a plain module in evaluation mode, on the model's device, made one at a time.

@@ -55,11 +55,7 @@ SMALL = 64 * 2**20
 
 
 class KeptPredictions:
-    """Tensors of each batch and sample, until they are too many.
-
-    Args:
-        most: bytes above which all are dropped; infinite keeps them.
-    """
+    """Tensors of each batch and sample; all are dropped above `most` bytes."""
 
     def __init__(self, most: float) -> None:
         self._most = self._room = most
@@ -107,12 +103,7 @@ def kept_of(likelihood: Likelihood, output: Tensor, terms: Mapping[str, Tensor])
 def with_distributions(
     prediction: Prediction, likelihood: Likelihood | None, kept: KeptPredictions, weights: Tensor
 ) -> Prediction:
-    """Return a prediction that knows the samples' distributions, or why it does not.
-
-    Args:
-        likelihood: of the samples; None for a module with its own predictive terms.
-        weights: the samples', shape (S,), summing to 1.
-    """
+    """Return a prediction that knows the samples' distributions, or why it does not; weights (S,) sum to 1."""
     if kept.is_dropped:
         return prediction.with_kept(None, kept.why_not())
     tensors: dict[str, Any] = kept.stacked()
@@ -194,7 +185,7 @@ def average_predictions(
 
     The samples are read several times if the inputs are many.
     """
-    model = samples.model
+    model, likelihood = samples.model, _likelihood_of(samples.model)
     batches = batches_in(inputs, model.accepted_arguments)
     if is_shuffled(batches):
         rank_zero_warn(
@@ -216,32 +207,27 @@ def average_predictions(
                         average.add(terms, torch.empty(0, device=group.device), log_weight)
                         kept.add(batch, own)
                         if return_samples:
-                            requested.add(batch, {"each": terms[_per_sample_term(model, terms)]})
+                            name = per_sample_term_of(terms) if likelihood is None else likelihood.per_sample_term
+                            requested.add(batch, {"each": terms[name]})
             averages += part
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
     warn_of_overflow(terms)
-    likelihood = None if has_own_terms(model) else model.likelihood
     describe = prediction_of if likelihood is None else likelihood.prediction
     prediction = describe(terms, requested.stacked().get("each"))
     return with_distributions(prediction, likelihood, kept, torch.tensor(log_weights, dtype=torch.float64).softmax(0))
 
 
-def has_own_terms(model: EnergyModel) -> bool:
-    """Return whether a module defines its predictive itself."""
-    return overrides(model, "predictive_terms")
-
-
-def _per_sample_term(model: EnergyModel, terms: Mapping[str, Tensor]) -> str:
-    if has_own_terms(model) or model.likelihood is None:
-        return per_sample_term_of(terms)
-    return model.likelihood.per_sample_term
+def _likelihood_of(model: Any) -> Likelihood | None:
+    """Return the likelihood that defines a module's predictive; None if the module does so itself."""
+    return None if overrides(model, "predictive_terms") else model.likelihood
 
 
 def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the terms of one sample, and the tensors that its distribution can be made of."""
-    if has_own_terms(model) or model.likelihood is None:
+    likelihood = _likelihood_of(model)
+    if likelihood is None:
         terms = completed(model.predictive_terms(inputs))
         return terms, {name: terms[name] for name in ("probabilities",) if name in terms}
     try:
@@ -249,8 +235,8 @@ def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Te
     except RuntimeError as error:
         check_dtype(model, inputs, error)
         raise
-    terms = model.likelihood.terms(output)
-    return terms, kept_of(model.likelihood, output, terms)
+    terms = likelihood.terms(output)
+    return terms, kept_of(likelihood, output, terms)
 
 
 class ReadySamples:
@@ -263,22 +249,17 @@ class ReadySamples:
     def __init__(self, store: SampleStore, model: EnergyModel) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self._store = store
+        self.store = store
         self.columns = store.columns.inputs
         """What the columns of the inputs are, if it is known."""
-        self._records = list(store.records)
+        self.records = list(store.records)
         self._groups: list[States] | None = None
         self.call = TogetherCall(model, _predicted)
         self._holder = Holder(model)
 
-    def are_of(self, store: SampleStore, model: EnergyModel) -> bool:
-        """Return whether these are a store's present samples, on a model's present device."""
-        same = store is self._store and model is self.model and next(model.parameters()).device == self.device
-        return same and store.records == self._records
-
     def shared(self) -> AbstractContextManager[None]:
         """Return a context in which the model has what the samples have in common."""
-        return self._holder.holding(self._store.shared)
+        return self._holder.holding(self.store.shared)
 
     @property
     def are_kept(self) -> bool:
@@ -291,7 +272,7 @@ class ReadySamples:
             yield from self._groups
             return
         kept: list[States] = []
-        room = _room(self.device)
+        room = KEPT if self.device.type != "cuda" else torch.cuda.mem_get_info(self.device)[0] / 4
         for states in grouped(self._states(), lambda state: state, MOST if runs_at_once(self.device) else 1):
             group = States(states)
             yield group
@@ -304,21 +285,17 @@ class ReadySamples:
             self._groups = [States([state for group in kept for state in group.each])] if together else kept
 
     def _states(self) -> Iterator[dict[str, Tensor]]:
-        for sample in self._store:
+        for sample in self.store:
             check_sample(sample, self.model)
             yield {name: tensor.to(self.device) for name, tensor in sample.own_state.items()}
 
 
 def ready_samples(known: ReadySamples | None, store: SampleStore, model: EnergyModel) -> ReadySamples:
     """Return the known ones, or new ones unless they are of a store's present samples and a model's present device."""
-    if known is not None and known.are_of(store, model):
-        return known
-    return ReadySamples(store, model)
-
-
-def _room(device: torch.device) -> float:
-    """Return how many bytes of states may be kept on a device."""
-    return KEPT if device.type != "cuda" else torch.cuda.mem_get_info(device)[0] / 4
+    place = next(model.parameters()).device
+    if known is None or (known.store, known.model, known.device) != (store, model, place):
+        return ReadySamples(store, model)
+    return known if known.records == store.records else ReadySamples(store, model)
 
 
 def average_scores(
@@ -344,7 +321,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     store = MemoryStore()
     store.columns = samples.columns
     device = next(model.parameters()).device
-    batches = _repeatable(batches)
+    batches = list(batches) if isinstance(batches, Iterator) else batches  # read once for each sample
     caller = StatelessCall(model, lambda m, x: m.output_of(x))
     holder = Holder(model)
     with evaluation_mode(model):
@@ -388,11 +365,6 @@ def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
         yield chunk
 
 
-def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
-    """Return batches that can be iterated repeatedly, once per sample: those of an iterator are stored."""
-    return list(batches) if isinstance(batches, Iterator) else batches
-
-
 def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
     """Yield the inputs of batches, which may have targets.
 
@@ -427,19 +399,13 @@ def _on(
 
 
 def completed(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a sample's own terms with those that a prediction's parts need besides.
-
-    Args:
-        terms: tensors by name, first axis n.
-    """
-    found = dict(terms)
-    if "probabilities" in found:
-        found["sample_entropy"] = predictive_entropy(found["probabilities"])
-    elif {"mean", "variance"} <= found.keys():
-        mean = found["mean"]
-        found["mean"] = widest(mean)
-        found["square"] = found["mean"].square()
-    return found
+    """Return a sample's own terms, first axis n, with those that a prediction's parts need besides."""
+    if "probabilities" in terms:
+        return {**terms, "sample_entropy": predictive_entropy(terms["probabilities"])}
+    if {"mean", "variance"} <= terms.keys():
+        mean = widest(terms["mean"])
+        return {**terms, "mean": mean, "square": mean.square()}
+    return dict(terms)
 
 
 def per_sample_term_of(terms: Mapping[str, Tensor]) -> str:

@@ -32,11 +32,7 @@ class SegmentWalk:
         self._known: dict[tuple[Any, ...], dict[str, list[float]]] = {}
 
     def walk(self, trainer: pl.Trainer, module: EnergyModel, posterior: Posterior | None, stage: str) -> list[Segment]:
-        """Return kind, name and values of each segment; empty without samples, pairs or data.
-
-        Args:
-            stage: "val" or "test", which selects the data.
-        """
+        """Return kind, name and values of each segment on the data of a stage; empty without samples, pairs or data."""
         if posterior is None or self.pairs == 0:
             return []
         records = posterior.records

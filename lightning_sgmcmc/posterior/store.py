@@ -52,20 +52,20 @@ class SampleStore(ABC):
         parameters = self[index].parameters
         return {name: parameters[name] for name in names}
 
-    @abstractmethod
     def keep(self, records: list[SampleRecord]) -> None:
-        """Drop all samples except those with the given records."""
-
-    @abstractmethod
-    def keep_newest(self, count: int) -> set[str]:
-        """Drop all samples except the newest; return the names of files that can be deleted."""
-
-    def set_log_weights(self, log_weights: Sequence[float]) -> None:
-        """Replace the log importance weights of all samples, in their order.
+        """Drop all samples except those with the given records.
 
         Raises:
-            NotImplementedError: for a view of another store, which has weights of its own.
+            NotImplementedError: for a view of other stores, which is read-only; likewise below.
         """
+        raise NotImplementedError
+
+    def keep_newest(self, count: int) -> set[str]:
+        """Drop all samples except the newest; return the names of files that can be deleted."""
+        raise NotImplementedError
+
+    def set_log_weights(self, log_weights: Sequence[float]) -> None:
+        """Replace the log importance weights of all samples, in their order."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -114,28 +114,22 @@ class MemoryStore(SampleStore):
 
 
 class StoreView(SampleStore):
-    """Read-only selection of another store's samples, in any order and with repetition, with its own weights.
+    """Read-only samples of other stores, in any order and with repetition, with chains and weights of their own.
 
     Args:
-        log_weights: their log importance weights in this view.
-        comparable: whether these compare across chains; None keeps what the samples' records say.
+        places: the store and the index there of each sample.
+        records: of the samples, with their chains and weights in this view.
+        store: whose columns, shared tensors and, if it is the only one, contour the samples have.
     """
 
     def __init__(
-        self,
-        store: SampleStore,
-        indices: Sequence[int],
-        log_weights: Sequence[float],
-        comparable: bool | None = None,
+        self, places: Sequence[tuple[SampleStore, int]], records: list[SampleRecord], store: SampleStore
     ) -> None:
-        self._store = store
+        self._places = list(places)
+        self.records = records
         self.columns = store.columns
-        self._indices = list(indices)
-        self.records = []
-        for index, log_weight in zip(indices, log_weights, strict=True):
-            record = store.records[index]
-            known = record.comparable if comparable is None else comparable
-            self.records.append(replace(record, log_weight=log_weight, comparable=known))
+        self._store = store
+        self._is_of_one = all(own is store for own, _ in places)
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -143,29 +137,22 @@ class StoreView(SampleStore):
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]
-        """The other store's contour."""
-        return self._store.contour
+        """The store's contour; None for samples of several stores."""
+        return self._store.contour if self._is_of_one else None
 
     def append(self, sample: PosteriorSample) -> None:
-        raise TypeError("samples cannot be appended to a selection from a store: use in_memory() first")
+        raise TypeError("samples cannot be appended to a selection from stores: use in_memory() first")
 
     def __getitem__(self, index: int) -> PosteriorSample:
-        record = self.records[index]
-        sample = self._store[self._indices[index]]
-        return replace(sample, log_weight=record.log_weight, comparable=record.comparable)
+        record, (store, place) = self.records[index], self._places[index]
+        sample = store[place]
+        own = {name: getattr(record, name) for name in ("chain", "log_weight", "comparable")}
+        return replace(sample, **own, shared=self.shared or sample.shared)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
-        return self._store.shapes(self._indices[index])
+        store, place = self._places[index]
+        return store.shapes(place)
 
     def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
-        return self._store.parameters(self._indices[index], names)
-
-    def keep(self, records: list[SampleRecord]) -> None:
-        chosen = {repr(r) for r in records}
-        kept = [(i, r) for i, r in zip(self._indices, self.records, strict=True) if repr(r) in chosen]
-        self._indices, self.records = [i for i, _ in kept], [r for _, r in kept]
-
-    def keep_newest(self, count: int) -> set[str]:
-        surplus = max(len(self.records) - count, 0)
-        self._indices, self.records = self._indices[surplus:], self.records[surplus:]
-        return set()
+        store, place = self._places[index]
+        return store.parameters(place, names)

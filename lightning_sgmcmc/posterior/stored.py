@@ -24,65 +24,9 @@ from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 from lightning_sgmcmc.tables import Columns
 
 
-class MergedStore(SampleStore):
-    """Read-only samples of several stores, one store after another; nothing is copied.
-
-    Args:
-        masses: the total weight of each store, positive; only their ratios count.
-    """
-
-    def __init__(self, stores: Sequence[SampleStore], masses: Sequence[float]) -> None:
-        self.columns = stores[0].columns
-        self._shared = stores[0].shared
-        self.records = []
-        self._places: list[tuple[SampleStore, int]] = []
-        first = 0
-        for store, mass in zip(stores, masses, strict=True):
-            log_weights = comparable_log_weights(store.records)
-            log_weights = log_weights - torch.logsumexp(log_weights, 0) + math.log(mass)
-            for index, (record, log_weight) in enumerate(zip(store.records, log_weights.tolist(), strict=True)):
-                own = replace(record, chain=record.chain + first, log_weight=log_weight, comparable=True)
-                self.records.append(own)
-                self._places.append((store, index))
-            first = max(record.chain for record in self.records) + 1
-
-    @property
-    def shared(self) -> dict[str, torch.Tensor]:
-        """What all samples have in common, as the first store has it."""
-        return self._shared
-
-    def append(self, sample: PosteriorSample) -> None:
-        raise TypeError("samples cannot be appended to merged stores: use in_memory() first")
-
-    def __getitem__(self, index: int) -> PosteriorSample:
-        record, (store, own) = self.records[index], self._places[index]
-        return replace(
-            store[own], chain=record.chain, log_weight=record.log_weight, comparable=True, shared=self._shared
-        )
-
-    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
-        store, own = self._places[index]
-        return store.shapes(own)
-
-    def parameters(self, index: int, names: Any) -> dict[str, torch.Tensor]:
-        store, own = self._places[index]
-        return store.parameters(own, names)
-
-    def keep(self, records: list[SampleRecord]) -> None:
-        chosen = {repr(r) for r in records}
-        self._only([i for i, r in enumerate(self.records) if repr(r) in chosen])
-
-    def keep_newest(self, count: int) -> set[str]:
-        self._only(range(max(len(self.records) - count, 0), len(self.records)))
-        return set()
-
-    def _only(self, indices: Sequence[int]) -> None:
-        self.records, self._places = [self.records[i] for i in indices], [self._places[i] for i in indices]
-
-
 def merged_store(
     stores: Sequence[SampleStore], models: Sequence[EnergyModel | None], masses: Sequence[float] | None
-) -> MergedStore:
+) -> StoreView:
     """Return the samples of several stores as one store; see `Posterior.merge`."""
     for number, store in enumerate(stores):
         if len(store) == 0:
@@ -95,7 +39,16 @@ def merged_store(
     chosen = [float(len(store)) for store in stores] if masses is None else [float(mass) for mass in masses]
     if len(chosen) != len(stores) or not all(math.isfinite(mass) and mass > 0 for mass in chosen):
         raise ValueError(f"masses must be {len(stores)} positive numbers, one for each posterior, got {masses}")
-    return MergedStore(stores, chosen)
+    places: list[tuple[SampleStore, int]] = []
+    records: list[SampleRecord] = []
+    for store, mass in zip(stores, chosen, strict=True):
+        first = max((record.chain for record in records), default=-1) + 1
+        log_weights = comparable_log_weights(store.records)
+        log_weights = log_weights - torch.logsumexp(log_weights, 0) + math.log(mass)
+        for index, (record, log_weight) in enumerate(zip(store.records, log_weights.tolist(), strict=True)):
+            places.append((store, index))
+            records.append(replace(record, chain=record.chain + first, log_weight=log_weight, comparable=True))
+    return StoreView(places, records, stores[0])
 
 
 def _share_samples(store: SampleStore, other: SampleStore) -> bool:
@@ -381,8 +334,12 @@ class StoredSamples:
     def _selected(
         self: Samples, indices: Sequence[int], log_weights: Sequence[float], comparable: bool | None = None
     ) -> Samples:
-        view = StoreView(self.store, indices, log_weights, comparable)
-        chosen = type(self)(view, self.model)
+        records = []
+        for index, log_weight in zip(indices, log_weights, strict=True):
+            record = self.records[index]
+            known = record.comparable if comparable is None else comparable
+            records.append(replace(record, log_weight=log_weight, comparable=known))
+        chosen = type(self)(StoreView([(self.store, index) for index in indices], records, self.store), self.model)
         chosen._why_no_model = self._why_no_model
         return chosen
 
@@ -434,10 +391,7 @@ class StoredSamples:
 
 
 def thinned(chains: Sequence[int], every: int | None, count: int | None) -> list[int]:
-    """Return the indices of the kept samples, in their order; see `Posterior.thin`.
-
-    Args:
-        chains: the chain of each sample, in the order of drawing.
+    """Return the indices of the kept samples, in their order, from each sample's chain; see `Posterior.thin`.
 
     >>> thinned([0, 1, 0, 1, 0, 1], every=2, count=None)
     [0, 1, 4, 5]

@@ -90,18 +90,13 @@ class BackgroundWriter:
         return len(self._waiting) + len(self._finished)
 
     def submit(self, job: Job, size: int) -> None:
-        """Queue a job; wait if more than `LARGEST_WAITING` bytes are waiting.
-
-        Args:
-            size: bytes of memory that it holds.
-        """
-        while self._waiting and (self._waiting[0][0].done() or self._size() + size > LARGEST_WAITING):
+        """Queue a job that holds `size` bytes; wait while more than `LARGEST_WAITING` bytes are waiting."""
+        while self._waiting:
+            if not self._waiting[0][0].done() and size + sum(own for _, own in self._waiting) <= LARGEST_WAITING:
+                break
             self._take()
         self._raise()
         self._waiting.append((self._thread.submit(self._do, job), size))
-
-    def _size(self) -> int:
-        return sum(size for _, size in self._waiting)
 
     def _do(self, job: Job) -> Callable[[], None] | None:
         if self._error is not None:
@@ -234,10 +229,6 @@ class StoreLock:
             self._file.truncate(0)
         self._file.close()
 
-    def leave_to_parent(self) -> None:
-        """Forget a lock of the process from which this one was forked, which keeps it."""
-        self._file.close()
-
 
 _HELD: WeakSet[StoreLock] = WeakSet()
 """The locks of this process."""
@@ -258,7 +249,7 @@ def _lock(file: Any) -> None:
 
 def _leave_all_to_parent() -> None:
     for held in list(_HELD):
-        held.leave_to_parent()
+        held._file.close()
     _HELD.clear()
 
 

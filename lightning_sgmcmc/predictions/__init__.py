@@ -1,9 +1,14 @@
 """Predictive distributions averaged over posterior samples."""
 
-from lightning_sgmcmc.predictions.classes import ClassPrediction, MultiLabelPrediction
 from lightning_sgmcmc.predictions.mixture import Members, Mixture
-from lightning_sgmcmc.predictions.numbers import CountPrediction, RegressionPrediction
-from lightning_sgmcmc.predictions.prediction import ON_REQUEST, Prediction
+from lightning_sgmcmc.predictions.prediction import (
+    ON_REQUEST,
+    ClassPrediction,
+    CountPrediction,
+    MultiLabelPrediction,
+    Prediction,
+    RegressionPrediction,
+)
 
 __all__ = [
     "ON_REQUEST",

@@ -166,11 +166,7 @@ def _by_scipy(a: Tensor, b: Tensor, x: Tensor) -> Tensor | None:
 
 
 def continued(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
-    """Return I_x(a, b) by the continued fraction, in operations of torch alone; see `betainc`.
-
-    Args:
-        a, b, x: of one shape.
-    """
+    """Return I_x(a, b) of tensors of one shape by the continued fraction, in operations of torch alone."""
     swapped = x > (a + 1) / (a + b + 2)
     a, b, x = torch.where(swapped, b, a), torch.where(swapped, a, b), torch.where(swapped, 1 - x, x)
     log_front = torch.xlogy(a, x) + b * torch.log1p(-x.clamp_max(1 - 1e-16)) - a.log()
@@ -205,10 +201,7 @@ FROM = 16.0
 
 
 def stirling_error(z: Tensor) -> Tensor:
-    """Return log Γ(z) - (z - 1/2)·log z + z - log(2π)/2 = 1/(12·z) - 1/(360·z³) + …, elementwise.
-
-    Args:
-        z: positive.
+    """Return log Γ(z) - (z - 1/2)·log z + z - log(2π)/2 = 1/(12·z) - 1/(360·z³) + … of z > 0.
 
     Source: DLMF 5.11.1; Loader 2000.
     """
@@ -226,11 +219,7 @@ def log_gamma_rise(r: Tensor, y: Tensor) -> Tensor:
 
         (r + y - 1/2)·log1p(y/r) - y + s(r + y) - s(r),   s = stirling_error
 
-    The difference of two log Γ loses all digits at large r, and its gradient too.
-
-    Args:
-        r: positive.
-        y: not negative.
+    The difference of two log Γ loses all digits at large r, and its gradient too. It is for r > 0 and y ≥ 0.
 
     >>> log_gamma_rise(torch.tensor([2.0, 1e6]).double(), torch.tensor([3.0, 3.0]).double())
     tensor([1.0986e+00, 3.0000e-06], dtype=torch.float64)
@@ -239,12 +228,7 @@ def log_gamma_rise(r: Tensor, y: Tensor) -> Tensor:
 
 
 def poisson_log_prob(counts: Tensor, log_rate: Tensor) -> Tensor:
-    """Return y·η - e^η - log y!, computed in float64: its terms are of the size y·log y, and the sum is near 0.
-
-    Args:
-        counts: y ≥ 0.
-        log_rate: η, of the same shape.
-    """
+    """Return y·η - e^η - log y!, computed in float64: its terms are of the size y·log y, and the sum is near 0."""
     y, exact = widest(counts), widest(log_rate)
     return (y * exact - exact.exp() - torch.lgamma(y + 1)).to(log_rate.dtype)
 
@@ -252,11 +236,7 @@ def poisson_log_prob(counts: Tensor, log_rate: Tensor) -> Tensor:
 def negative_binomial_log_prob(counts: Tensor, log_mean: Tensor, log_r: Tensor) -> Tensor:
     """Return log p(y) of mean m and variance m + m²/r, computed in float64.
 
-        log_gamma_rise(r, y) + y·log r - log y! + r·log(r/(r + m)) + y·log(m/(r + m))
-
-    Args:
-        counts: y ≥ 0.
-        log_mean: log m, of the same shape.
+    log_gamma_rise(r, y) + y·log r - log y! + r·log(r/(r + m)) + y·log(m/(r + m))
     """
     y, log_m, log_r = widest(counts), widest(log_mean), widest(log_r)
     r, logits = log_r.exp(), log_m - log_r
@@ -268,10 +248,7 @@ def negative_binomial_log_prob(counts: Tensor, log_mean: Tensor, log_r: Tensor) 
 def student_t_normaliser(df: Tensor) -> Tensor:
     """Return log Γ((ν + 1)/2) - log Γ(ν/2) - log(ν·π)/2 of Student's t, for any number of degrees of freedom.
 
-        log_gamma_rise(ν/2, 1/2) - log(2π)/2
-
-    Args:
-        df: ν > 0.
+    log_gamma_rise(ν/2, 1/2) - log(2π)/2
     """
     half = widest(df) / 2
     return (log_gamma_rise(half, torch.full_like(half, 0.5)) - math.log(2 * math.pi) / 2).to(df.dtype)

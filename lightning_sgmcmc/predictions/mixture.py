@@ -1,6 +1,7 @@
 """The mixture of the samples' distributions: its members, distribution function, quantiles and draws."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ PRECISION = 1e-10
 """Relative error of a quantile's tail probability."""
 
 
+@dataclass(eq=False)
 class Mixture:
     """The distribution p(y) = Σ_s w_s·p_s(y) of each of n·D numbers, y = shift + factor·z with z of the components.
 
@@ -28,19 +30,11 @@ class Mixture:
         factor: likewise.
     """
 
-    def __init__(
-        self,
-        law: type[Any],
-        parameters: Mapping[str, Tensor],
-        weights: Tensor,
-        shift: Tensor | float = 0.0,
-        factor: Tensor | float = 1.0,
-    ) -> None:
-        self.law = law
-        self.parameters = dict(parameters)
-        self.weights = weights
-        self.shift = shift
-        self.factor = factor
+    law: type[Any]
+    parameters: Mapping[str, Tensor]
+    weights: Tensor
+    shift: Tensor | float = 0.0
+    factor: Tensor | float = 1.0
 
     @property
     def components(self) -> Distribution:
@@ -101,7 +95,7 @@ class Mixture:
             num: draws of each datum.
             seed: seed of the draws, or a generator on the CPU.
         """
-        generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+        generator = generator_of(seed)
         first = next(iter(self.parameters.values()))
         count = first.shape[1]
         chosen = torch.multinomial(self.weights.cpu(), num * count, replacement=True, generator=generator)
@@ -214,6 +208,7 @@ FLOOR = 1e-30
 """Smallest probability whose logarithm is taken."""
 
 
+@dataclass(eq=False)
 class Members:
     """The probabilities of each sample, with the samples' weights.
 
@@ -222,9 +217,8 @@ class Members:
         weights: w, shape (S,), summing to 1, on any device.
     """
 
-    def __init__(self, probabilities: Tensor, weights: Tensor) -> None:
-        self.probabilities = probabilities
-        self.weights = weights
+    probabilities: Tensor
+    weights: Tensor
 
     def to(self, device: torch.device | str) -> "Members":
         """Return a copy on a device."""

@@ -1,4 +1,4 @@
-"""What every kind of prediction has: tensors by name, and the samples' distributions where they are kept."""
+"""The posterior predictive of inputs: what every kind of prediction has, and the kinds, of classes and of numbers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.predictions.mixture import Members, Mixture
+from lightning_sgmcmc.predictions.mixture import Members, Mixture, generator_of, labels_of, moved, tempered
+from lightning_sgmcmc.tables.arrays import as_tensor
+from lightning_sgmcmc.tensors import widest, widest_dtype
 
 ON_REQUEST = "sample_"
 """The beginning of the names of parts with one prediction for each sample."""
 
 Kind = TypeVar("Kind", bound="Prediction")
+OfClasses = TypeVar("OfClasses", bound="_OfProbabilities")
+OfNumbers = TypeVar("OfNumbers", bound="RegressionPrediction")
 Kept = Mixture | Members
 
 
@@ -190,3 +194,314 @@ def checked_quantile(q: float) -> float:
     if not 0 < q < 1:
         raise ValueError(f"q must be in (0, 1), got {q}: 0.5 is the median")
     return q
+
+
+# -- classes: one of K, and several labels at once ---------------------------------------------------------------------
+
+
+class _OfProbabilities(Prediction):
+    """Base of the predictions with probabilities, entropies and mutual information."""
+
+    def __init__(
+        self,
+        probabilities: Tensor,
+        entropy: Tensor,
+        mutual_information: Tensor,
+        sample_probabilities: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            probabilities=probabilities,
+            entropy=entropy,
+            mutual_information=mutual_information,
+            sample_probabilities=sample_probabilities,
+        )
+
+    @property
+    def total(self) -> Tensor:
+        """The entropy, in nats."""
+        return self.entropy
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The mutual information, in nats."""
+        return self.mutual_information
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """The samples' mean entropy, in nats: the entropy less the mutual information."""
+        return (self.entropy - self.mutual_information).clamp_min(0)
+
+    def quantile(self, q: float) -> Tensor:
+        """Return a quantile, over the weighted samples, of each class's probability, shape of `probabilities`.
+
+        It describes the uncertainty of the probability itself: the smallest value that samples of weight q or more do
+        not exceed.
+
+        Args:
+            q: in (0, 1).
+
+        Raises:
+            ValueError: for q out of range.
+            RuntimeError: if the samples' probabilities are not kept.
+        """
+        return self._members("quantile").quantile(checked_quantile(q))
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return, by class, the weight of the samples whose probability is at most y, shape of `probabilities`.
+
+        Args:
+            y: a probability, or a tensor of them that broadcasts to `probabilities`.
+
+        Raises:
+            RuntimeError: if the samples' probabilities are not kept.
+        """
+        return self._members("cdf").cdf(y)
+
+    def _with_probabilities(self: OfClasses, probabilities: Tensor) -> OfClasses:
+        """Return the predictive with other probabilities, and samples whose mean these are.
+
+        Entropy, mutual information, quantiles and `sample_probabilities` are then of one law, and the mutual
+        information is at most the entropy. It needs the samples' probabilities, so without them there is none.
+        """
+        entropy = torch.special.entr(self._by_class(probabilities)).sum(-1)
+        kept = self._kept
+        if not isinstance(kept, Members):
+            found = self.replaced(probabilities=probabilities, entropy=entropy, sample_probabilities=None)
+            vars(found).pop("mutual_information")
+            return found
+        # The mean of what is kept differs from the average, which was taken batch by batch, by rounding.
+        before = torch.einsum("s,s...->...", widest(kept.weights.to(kept.probabilities)), widest(kept.probabilities))
+        wanted = self._by_class(probabilities)
+        each = moved(self._by_class(kept.probabilities), self._by_class(before), wanted)
+        own = torch.special.entr(widest(each)).sum(-1)
+        aleatoric = torch.einsum("s,s...->...", kept.weights.to(own), own).to(entropy.dtype)
+        each = each if each.shape == kept.probabilities.shape else each[..., 1]
+        found = self.replaced(
+            probabilities=probabilities,
+            entropy=entropy,
+            mutual_information=(entropy - aleatoric).clamp_min(0),
+            sample_probabilities=each if "sample_probabilities" in vars(self) else None,
+        )
+        return found.with_kept(Members(each, kept.weights))
+
+    if not TYPE_CHECKING:  # as in `Prediction`
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("mutual_information", "epistemic", "aleatoric"):
+                raise AttributeError(
+                    f"{name} of calibrated predictions needs the distribution of each sample; {self._why_not_kept}"
+                )
+            return super().__getattr__(name)
+
+    def _by_class(self, probabilities: Tensor) -> Tensor:
+        """Return probabilities with an axis of classes, which sum to 1."""
+        return probabilities
+
+    def _members(self, what: str) -> Members:
+        if not isinstance(self._kept, Members):
+            raise self._not_kept(what)
+        return self._kept
+
+
+class ClassPrediction(_OfProbabilities):
+    """The predictive of n inputs over K classes, of each input or of each of its pixels or tokens.
+
+    Args:
+        probabilities: averaged probabilities, shape (n, K), or (n, …, K) of pixels and tokens.
+        entropy: their entropy in nats, shape (n,) or (n, …).
+        mutual_information: between label and parameters, shape (n,) or (n, …): the part of the entropy that comes from
+            disagreement between samples.
+        sample_probabilities: each sample's probabilities, shape (S, n, …, K), on request.
+
+    >>> third = torch.full((1, 3), 1 / 3)
+    >>> prediction = ClassPrediction(third, torch.tensor([1.0986]), torch.zeros(1))
+    >>> prediction
+    ClassPrediction(probabilities (1, 3), entropy (1,), mutual_information (1,))
+    >>> prediction.mean
+    Traceback (most recent call last):
+    AttributeError: a ClassPrediction has no 'mean': it has probabilities, entropy, mutual_information
+    """
+
+    def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
+        """Return labels drawn from the predictive, shape (num, n), or (num, n, …) of pixels and tokens.
+
+        The pixels or tokens of an input are drawn from one posterior sample, since its parameters are theirs in common.
+
+        Raises:
+            RuntimeError: for pixels or tokens, if the samples' probabilities are not kept.
+        """
+        num, generator = self._checked_num(num), generator_of(seed)
+        if self.probabilities.dim() == 2:
+            return labels_of(self.probabilities.expand(num, *self.probabilities.shape), generator)
+        return labels_of(self._members("sample").chosen(num, generator), generator)
+
+    def tempered(self, temperature: float) -> "ClassPrediction":
+        """Return p̄_k^(1/T)/Σ_j p̄_j^(1/T), with samples whose mean it is; see `_with_probabilities`."""
+        return self._with_probabilities(tempered(self.probabilities, temperature))
+
+    def _columns(self, level: float | None) -> dict[str, Tensor]:
+        return {"label": self.probabilities.argmax(-1)} | super()._columns(level)
+
+
+class MultiLabelPrediction(_OfProbabilities):
+    """The predictive of n inputs with L labels, each of which is 0 or 1.
+
+    Args:
+        probabilities: averaged probability of each label, shape (n, L).
+        entropy: of each label, in nats, shape (n, L).
+        mutual_information: between each label and the parameters, in nats, shape (n, L).
+        sample_probabilities: each sample's probabilities, shape (S, n, L), on request.
+    """
+
+    def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
+        """Return draws of all labels, 0 or 1, shape (num, n, L); the labels of an input are of one posterior sample.
+
+        Raises:
+            RuntimeError: if the samples' probabilities are not kept.
+        """
+        num, generator = self._checked_num(num), generator_of(seed)
+        return labels_of(of_both(self._members("sample").chosen(num, generator)), generator)
+
+    def tempered(self, temperature: float) -> "MultiLabelPrediction":
+        """Return p̄^(1/T)/(p̄^(1/T) + (1-p̄)^(1/T)) of each label, with samples whose mean it is."""
+        return self._with_probabilities(tempered(of_both(self.probabilities), temperature)[..., 1])
+
+    def _by_class(self, probabilities: Tensor) -> Tensor:
+        return of_both(probabilities)
+
+
+def of_both(probabilities: Tensor) -> Tensor:
+    """Return the probabilities of 0 and 1, shape (…) to (…, 2)."""
+    return torch.stack([1 - probabilities, probabilities], -1)
+
+
+# -- numbers: real ones, and counts ------------------------------------------------------------------------------------
+
+
+class RegressionPrediction(Prediction):
+    """The predictive of n inputs of D numbers, in the data's units if the posterior knows their scaling.
+
+    It is the weighted mixture of the samples' distributions: quantiles and intervals are the mixture's own. After
+    `Posterior.calibrate` it is that mixture, stretched about its mean by the fitted factor.
+
+    Args:
+        mean: its mean, shape (n, D).
+        std: its standard deviation, shape (n, D).
+        epistemic_std: the part of the standard deviation that comes from the parameters, shape (n, D).
+        sample_means: each sample's mean, shape (S, n, D), on request.
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor, epistemic_std: Tensor, sample_means: Tensor | None = None) -> None:
+        super().__init__(mean=mean, std=std, epistemic_std=epistemic_std, sample_means=sample_means)
+
+    @property
+    def total(self) -> Tensor:
+        """The standard deviation."""
+        return self.std
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The part of the standard deviation that comes from the parameters."""
+        return self.epistemic_std
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """The root of the samples' mean variance, √(std² - epistemic_std²)."""
+        return (self.std.square() - self.epistemic_std.square()).clamp_min(0).sqrt()
+
+    def quantile(self, q: float) -> Tensor:
+        """Return the smallest y with P(Y ≤ y) ≥ q, shape (n, D).
+
+        Args:
+            q: in (0, 1).
+
+        Raises:
+            ValueError: for q out of range.
+            RuntimeError: if the samples' distributions are not kept.
+        """
+        return self._mixture("quantile").quantile(checked_quantile(q)).to(self.mean.dtype)
+
+    def cdf(self, y: Tensor | float) -> Tensor:
+        """Return P(Y ≤ y), shape (n, D).
+
+        Args:
+            y: shape (n, D), or (n,) of one number each, or a number.
+
+        Raises:
+            RuntimeError: if the samples' distributions are not kept.
+        """
+        return self._mixture("cdf").cdf(self._numbers(y)).to(self.mean.dtype)
+
+    def log_prob(self, y: Tensor | float) -> Tensor:
+        """Return the log density (of counts, probability) of each datum's D numbers together, in nats, shape (n,).
+
+        Args:
+            y: shape (n, D), or (n,) of one number each.
+
+        Raises:
+            RuntimeError: if the samples' distributions are not kept.
+        """
+        return self._mixture("log_prob").log_prob(self._numbers(y).expand(self.mean.shape))
+
+    def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
+        """Return draws from the predictive, shape (num, n, D); the D numbers of an input are of one posterior sample.
+
+        Raises:
+            RuntimeError: if the samples' distributions are not kept.
+        """
+        return self._mixture("sample").sample(self._checked_num(num), seed).to(self.mean.dtype)
+
+    def rescaled(self: OfNumbers, mean: Sequence[float], std: Sequence[float]) -> OfNumbers:
+        shift, factor = (self.mean.new_tensor(values) for values in (mean, std))
+        places = {name: part * factor + shift for name, part in self.parts.items() if name in ("mean", "sample_means")}
+        widths = {name: part * factor for name, part in self.parts.items() if name in ("std", "epistemic_std")}
+        exact = (
+            torch.as_tensor(values, dtype=widest_dtype(shift.device), device=shift.device) for values in (mean, std)
+        )
+        return self.replaced(**places, **widths)._with_scaled(*exact)
+
+    def stretched(self: OfNumbers, factor: float) -> OfNumbers:
+        """Return the predictive stretched about its mean by a factor, and each sample's with it."""
+        widths = {"std": self.std * factor, "epistemic_std": self.epistemic_std * factor}
+        if "sample_means" in self.parts:
+            widths["sample_means"] = self.mean + factor * (self.sample_means - self.mean)
+        shift = (1 - factor) * widest(self.mean)
+        return self.replaced(**widths)._with_scaled(shift, factor)
+
+    def _with_scaled(self: OfNumbers, shift: Tensor | float, factor: Tensor | float) -> OfNumbers:
+        return self.with_kept(self._kept.scaled(shift, factor)) if isinstance(self._kept, Mixture) else self
+
+    def _mixture(self, what: str) -> Mixture:
+        if not isinstance(self._kept, Mixture):
+            raise self._not_kept(what)
+        return self._kept
+
+    def _numbers(self, y: Tensor | float) -> Tensor:
+        numbers = (torch.as_tensor(y) if isinstance(y, int | float) else as_tensor("y", y)).to(self.mean.device)
+        if numbers.dim() == 1 and self.mean.shape[1] == 1:
+            numbers = numbers[:, None]
+        if numbers.dim() not in (0, 2) or (numbers.dim() == 2 and numbers.shape != self.mean.shape):
+            raise ValueError(
+                f"y should have shape {tuple(self.mean.shape)}, or be a number, got {tuple(numbers.shape)}"
+            )
+        return numbers
+
+    def _columns(self, level: float | None) -> dict[str, Tensor]:
+        return super()._columns(level) | {"aleatoric_std": self.aleatoric}
+
+
+class CountPrediction(RegressionPrediction):
+    """The predictive of n inputs of D counts; its quantiles are integers. Arguments as in `RegressionPrediction`."""
+
+    def rescaled(self: OfNumbers, mean: Sequence[float], std: Sequence[float]) -> OfNumbers:
+        """Return this prediction, since counts have no units.
+
+        Raises:
+            ValueError: if the targets were standardised.
+        """
+        if any(value != 0 for value in mean) or any(value != 1 for value in std):
+            raise ValueError(
+                "the datamodule standardised its targets (target_mean, target_std), which are counts: leave them as "
+                "they are"
+            )
+        return self

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, is_hugging_face
@@ -18,6 +16,7 @@ from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.centers import read_tensors
 
 What = Literal["last_layer", "lora", "all"]
 GAINS = {"lora": 1.0, "all": 0.1}
@@ -94,13 +93,7 @@ def bayesianize(
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a cache of earlier tokens serves the generation of text only
     likelihood = likelihood if likelihood is not None else Categorical()
-    module = BayesianModule(
-        network,
-        likelihood,
-        _prior(prior, kind, likelihood),
-        chain_start=chain_start,
-        **options,
-    )
+    module = BayesianModule(network, likelihood, _prior(prior, kind, likelihood), chain_start=chain_start, **options)
     _say(network, kind)
     return module
 
@@ -235,9 +228,7 @@ def _last_called(network: nn.Module, linear: dict[str, nn.Module], example: Any)
 def with_adapters(network: nn.Module, config: Any) -> nn.Module:
     """Return a network with LoRA's adapters, itself if it has adapters.
 
-    Args:
-        network: a model of peft, or a network that gets adapters, in place.
-        config: peft's `LoraConfig`; None takes its default for models of transformers.
+    It gets them in place, by default with peft's default for models of transformers.
     """
     if type(network).__module__.startswith("peft."):
         if config is not None:
@@ -251,14 +242,10 @@ def with_adapters(network: nn.Module, config: Any) -> nn.Module:
                 "what=LoraConfig(r=8, target_modules=[…])"
             )
         task = next((task for end, task in TASKS.items() if type(network).__name__.endswith(end)), None)
-        config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=_stores_transposed(network))
+        of_gpt2 = getattr(getattr(network, "config", None), "model_type", None) == "gpt2"  # its weights are transposed
+        config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=of_gpt2)
     adapted: nn.Module = peft.get_peft_model(network, config)
     return adapted
-
-
-def _stores_transposed(network: nn.Module) -> bool:
-    """Return whether the layers that peft adapts by default are GPT-2's, with transposed weights."""
-    return getattr(getattr(network, "config", None), "model_type", None) == "gpt2"
 
 
 # -- weights from a checkpoint or a folder of transformers ------------------------------------------------------------
@@ -269,9 +256,6 @@ def load_weights(network: nn.Module, source: "Mapping[str, Any] | str | Path") -
 
     A Lightning checkpoint names them after the module's attribute ("model.fc.weight"); such a common beginning of the
     names is left out.
-
-    Args:
-        network: the network, changed in place.
     """
     what = "checkpoint" if isinstance(source, Mapping) else f"checkpoint={str(source)!r}"
     state = _tensors(source, what)
@@ -304,19 +288,9 @@ def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, T
         if not path.exists():
             raise FileNotFoundError(f"{what} does not exist: pass the path of a checkpoint or state dict")
         check_regular(path)
-        try:
-            safe = path.suffix == ".safetensors"
-            content = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
-        except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{what} cannot be read ({str(error).splitlines()[0][:100]}): pass another file"
-            ) from error
-        except Exception as error:  # pickle's own, among them that of objects which are not data
-            raise ValueError(
-                f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone"
-            ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
+        content = read_tensors(path, what)
+    elif isinstance(source.get("state_dict"), Mapping):
+        content = source["state_dict"]
     found = {str(n): t for n, t in content.items() if isinstance(t, Tensor)} if isinstance(content, Mapping) else {}
     if not found:
         raise ValueError(f"{what} holds no state dict, that is tensors by name: pass one, or a file with one")

@@ -86,25 +86,28 @@ def _read(path: Path) -> Any:
         raise ValueError(
             f"the prior's center={str(path)!r} is no file: pass the path of a checkpoint or safetensors file"
         )
-    try:
-        if path.suffix == ".safetensors":
-            content: Any = load_file(path)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"the prior's center={str(path)!r} is damaged ({error}): pass another file") from error
-    except Exception as error:  # a damaged archive can raise anything
-        reason = str(error).strip().split("\n")[0][:100]
-        raise ValueError(
-            f"the prior's center={str(path)!r} cannot be read as tensors ({reason}): pass a checkpoint, or a state dict"
-        ) from error
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
+    content = read_tensors(path, f"the prior's center={str(path)!r}")
     if not isinstance(content, Mapping):
         return content
     if any(name.startswith("parameter.") for name in content):  # the file of a posterior sample
         return {n.removeprefix("parameter."): t for n, t in content.items() if n.startswith("parameter.")}
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+
+
+def read_tensors(path: Path, what: str) -> Any:
+    """Return the state dict in a file of tensors, or whatever plain data it holds instead."""
+    try:
+        safe = path.suffix == ".safetensors"
+        content: Any = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:100]
+        raise ValueError(f"{what} cannot be read ({reason}): pass another file") from error
+    except Exception as error:  # pickle's own, among them that of objects which are not data
+        raise ValueError(
+            f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone"
+        ) from error
+    nested = content.get("state_dict") if isinstance(content, Mapping) else None
+    return nested if isinstance(nested, Mapping) else content
 
 
 def _shown(source: Any) -> str:

@@ -20,13 +20,7 @@ CENTER = f"{STATE}.center."
 
 
 class Distances(NamedTuple):
-    """The parameters of one chain or of all chains, and what they are centred on.
-
-    Attributes:
-        tensors: the parameters.
-        where: positions of those with a centre.
-        centers: their centres; None without any.
-    """
+    """The parameters of one chain or of all chains, the positions of those with a centre, and their centres."""
 
     tensors: tuple[Tensor, ...]
     where: tuple[int, ...]

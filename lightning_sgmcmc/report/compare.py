@@ -37,11 +37,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run among others.
+    """A run among others, named by the part of its folder's path that differs from theirs.
 
     Attributes:
-        name: the part of its folder's path that differs from the others'.
-        evaluation: of the data that all runs share.
         gradient_evaluations, seconds: cost of the fit, 0 if unknown.
         metrics: intervals of NLL, error and so on; lower is better.
         differences: paired intervals of the same, this run minus the first; empty for the first.
@@ -169,9 +167,9 @@ def quality_rows(runs: Sequence[ComparedRun], short: bool = False) -> tuple[list
     header = ["run", "kind", *(NAMES[name] for name in names), "gradients", "seconds"]
     rows = []
     for run in runs:
-        cells = [_with_half_width(run.metrics[name]) for name in names]
-        cost = [_short(run.gradient_evaluations), _short(run.seconds)]
-        rows.append([run.name, run.kind, *cells, *cost])
+        metrics = [run.metrics[name] for name in names]
+        cells = [f"{metric.value:.4g} ± {(metric.high - metric.low) / 2:.2g}" for metric in metrics]
+        rows.append([run.name, run.kind, *cells, _short(run.gradient_evaluations), _short(run.seconds)])
     return header, rows
 
 
@@ -232,10 +230,6 @@ def _note(runs: Sequence[ComparedRun]) -> str:
 def _cell(change: Interval) -> Cell | str:
     shown = _difference(change)
     return Cell(shown, "good" if change.high < 0 else "bad") if change.is_off_zero else shown
-
-
-def _with_half_width(metric: Interval) -> str:
-    return f"{metric.value:.4g} ± {(metric.high - metric.low) / 2:.2g}"
 
 
 def _difference(change: Interval) -> str:

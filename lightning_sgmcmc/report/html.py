@@ -61,7 +61,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
     )
-    found.filters |= {"number": number, "anchor": _anchor}
+    found.filters |= {"number": number, "anchor": lambda text: "".join(c if c.isalnum() else "-" for c in text.lower())}
     return found
 
 
@@ -83,7 +83,3 @@ def number(value: Any) -> str:
 def is_finite(value: Any) -> TypeGuard[int | float]:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _anchor(heading: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in heading.lower())

@@ -153,6 +153,9 @@ def _attention(run: RunRecord) -> list[str]:
 def _facts(run: RunRecord) -> Facts:
     results, records = run.results, run.records
     seed, cycles = results.get("seed"), len({r.cycle for r in records})
+    named = [(PLAIN_NAMES.get(k, k.replace("_", " ").capitalize()), v) for k, v in _settings(run).items()]
+    here = run.folder
+    written = [mark.stat().st_mtime for name in MARKS if (mark := here / name).is_file()]
     return [
         ("Recipe", results.get("recipe")),
         ("Scale", results.get("scale")),
@@ -163,15 +166,9 @@ def _facts(run: RunRecord) -> Facts:
         ("Samples are", results.get("samples")),
         ("Chains", len({r.chain for r in records}) or None),
         ("Cycles", cycles if cycles > 1 else None),
-        *_hyperparameters(run),
-        ("Finished", time.strftime("%Y-%m-%d %H:%M", time.localtime(_finished(run)))),
+        *((k, v) for k, v in named if k is not None and v != "None" and not k.lower().startswith(ELSEWHERE)),
+        ("Finished", time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written, default=here.stat().st_mtime)))),
     ]
-
-
-def _hyperparameters(run: RunRecord) -> Facts:
-    """Return the plain values of `hparams.yaml` by their labels."""
-    named = [(PLAIN_NAMES.get(k, k.replace("_", " ").capitalize()), v) for k, v in _settings(run).items()]
-    return [(k, v) for k, v in named if k is not None and v != "None" and not k.lower().startswith(ELSEWHERE)]
 
 
 def _settings(run: RunRecord) -> dict[str, str]:
@@ -196,11 +193,6 @@ def _settings(run: RunRecord) -> dict[str, str]:
 def _is_flat(value: Any) -> bool:
     """Return whether a value is no container: YAML's references can make those of any size."""
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _finished(run: RunRecord) -> float:
-    marks = [run.folder / name for name in MARKS]
-    return max((m.stat().st_mtime for m in marks if m.is_file()), default=run.folder.stat().st_mtime)
 
 
 def _duration(seconds: Any) -> str | None:

@@ -140,14 +140,11 @@ def _drawn(run: RunRecord) -> dict[str, bytes]:
         drawn["sample_energy"] = figures.sample_energy_figure(
             {c: ([r.step for r in of], [r.energy for r in of]) for c, of in by_chain.items()}
         )
-    return {name: _png(figure) for name, figure in drawn.items() if name not in run.pictures}
-
-
-def _png(figure: "Figure") -> bytes:
-    content = io.BytesIO()
-    with figures.styled():
-        figure.savefig(content, format="png", dpi=figures.PRINT_DPI)
-    return content.getvalue()
+    found = {name: io.BytesIO() for name in drawn if name not in run.pictures}
+    for name, content in found.items():
+        with figures.styled():
+            drawn[name].savefig(content, format="png", dpi=figures.PRINT_DPI)
+    return {name: content.getvalue() for name, content in found.items()}
 
 
 # -- the dashboard's figures, histograms and tables by name -----------------------------------------------------------

@@ -54,15 +54,11 @@ class RunRecord:
     """The contents of a run's folder; parts that are missing are empty or None.
 
     Attributes:
-        results: the contents of `results.json`.
-        rows: its rows.
+        results, rows: the contents of `results.json`, and its rows.
         other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
-        steps: optimizer steps of the history.
-        scalars, traces: values at these steps, by name ("sampler/energy", "NLL (nats per datum)").
+        steps, scalars, traces: of the history: optimizer steps, and values at these by name ("sampler/energy").
         records: the record of each sample, from the store, else from the history.
-        pictures: the readable PNG files, by name without the suffix.
-        damaged: names of the unreadable ones.
-        texts: configuration files and the like, by name.
+        pictures: the readable PNG files, by name without the suffix; `damaged` are the names of the others.
         unread: names of links, pipes and other files that are not read.
     """
 
@@ -105,20 +101,15 @@ def find_run(path: str | Path) -> tuple[Path, int]:
         return path.parent, 1
     if _written(path) is not None:
         return path, 1
-    below = [f for f in _folders(path) if not f.name.startswith("samples")]
-    found = [(time, folder) for folder in below if (time := _written(folder))]
+    inside = [f for f in path.glob("*/") if not f.is_symlink()]
+    below = [*inside, *(f for one in inside for f in one.glob("*/") if not f.is_symlink())]
+    found = [(time, f) for f in below if not f.name.startswith("samples") and (time := _written(f))]
     if not found:
         raise RunError(
             f"{path} holds no run: neither it nor a subfolder has {RESULTS}, {HISTORY}, {HEALTH} or samples/{MANIFEST}"
         )
     sampled = [run for run in found if has_samples(run[1] / "samples")]
     return max(sampled or found)[1], len(found)
-
-
-def _folders(path: Path) -> list[Path]:
-    """Return the folders below a folder, of one and two levels; links are not followed."""
-    inside = [f for f in path.glob("*/") if not f.is_symlink()]
-    return [*inside, *(f for one in inside for f in one.glob("*/") if not f.is_symlink())]
 
 
 def _written(folder: Path) -> float | None:

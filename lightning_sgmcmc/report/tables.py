@@ -192,8 +192,9 @@ def chains(run: RunRecord, parameters: Sequence[str] | None) -> ChainTables:
     per_chain = Counter(r.chain for r in records)
     if len(per_chain) > 1:
         each = [
-            [str(c), n, *_mean_and_std([r.energy for r in records if r.chain == c])]
-            for c, n in sorted(per_chain.items())
+            [str(c), len(own), float(np.mean(own)), float(np.std(own, ddof=1)) if len(own) > 1 else None]
+            for c in sorted(per_chain)
+            if (own := [r.energy for r in records if r.chain == c])
         ]
         header = ["chain", "samples", "mean energy (nats)", "standard deviation"]
         found.tables.append(Table(header, each, "Energies of each chain's samples"))
@@ -263,10 +264,6 @@ def _worst(pick: Callable[[list[float]], float], values: list[float]) -> float:
 
 def _or_few(value: float, form: str) -> str:
     return f"{value:{form}}" if math.isfinite(value) else "not available"
-
-
-def _mean_and_std(values: list[float]) -> tuple[float, float | None]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 # -- temperatures -----------------------------------------------------------------------------------------------------

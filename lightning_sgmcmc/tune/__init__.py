@@ -9,9 +9,8 @@ variance)/lr steps.
 
 MCLMC's momenta have a constant length, so nothing heats it. The variance of the energy error of its steps limits it.
 
-`lightning_sgmcmc.tune.runs` shortens a run's schedule, `training` finds a warmed-up state, `probes` judges step
-sizes from there, and `proposal` chooses among them; `energy_errors` measures those of MCLMC, and `energy_search` solves
-for its step size.
+`lightning_sgmcmc.tune.runs` shortens a run's schedule, `probes` finds a warmed-up state and judges step sizes from
+there, and `proposal` chooses among them; `propose` does it all, and solves for the step size of MCLMC.
 """
 
 from lightning_sgmcmc.tune.proposal import Limit, Probe, StepProposal

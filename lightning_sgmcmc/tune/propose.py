@@ -23,7 +23,7 @@ from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT
 from lightning_sgmcmc.seeding import TorchStates, unchanged_generators
 from lightning_sgmcmc.tensors import exact
-from lightning_sgmcmc.tune.probes import Prober
+from lightning_sgmcmc.tune.probes import Prober, Training
 from lightning_sgmcmc.tune.proposal import (
     SENTENCES,
     Limit,
@@ -36,7 +36,6 @@ from lightning_sgmcmc.tune.proposal import (
     tail_mean,
 )
 from lightning_sgmcmc.tune.runs import HOT, Energies, FixedControls, RunForm, ShortRuns, State
-from lightning_sgmcmc.tune.training import Training
 
 MIN_STEPS = 100
 """The fewest steps of a probe."""
@@ -115,7 +114,9 @@ def propose_lr(
     if val_dataloaders is not None:
         data["val_dataloaders"] = val_dataloaders
     runs = ShortRuns(module, data, make_trainer)
-    _check_temperature(module, runs)
+    own = getattr(runs.schedule, "temperature", None)
+    if not any(values_of(module.temperature if own is None else own)):
+        raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
     module.configure_model()  # stacks several chains, for good
     with runs.restored():
         start = runs.state()
@@ -124,10 +125,11 @@ def propose_lr(
         setting = dict(setting) if hasattr(setting, "items") else setting
         given = max(values_of(setting))
         form = RunForm(runs.schedule, runs.length._replace(lr=setting if isinstance(setting, int | float) else given))
-        length = steps or _length(runs.length.steps)
+        length = steps or int(max(MIN_STEPS, min(MAX_STEPS, runs.length.steps // RUN_SHARE)))
         energy, error = tail_mean(energies, 1.0), float(energies.mean(1).std()) / len(energies) ** 0.5
         training = Training(runs, setting, given, energy, error)
-        _check_stages(form, runs)
+        if form.explores and not module.sampler.has_cold_limit:  # it makes no step there
+            raise ValueError(NO_COLD_LIMIT.format(type(module.sampler).__name__))
         training.warm_up(length if burn_in_steps is None else burn_in_steps)
         rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
         if runs.is_microcanonical:
@@ -146,7 +148,9 @@ def _by_health(prober: Prober, setting: Any, max_probes: int) -> StepProposal:
     longer = replace(prober, steps=max(prober.steps, min(LONGER * prober.steps, form.stage_end)))
     if longer.steps > prober.steps:
         probes = repeat_longer(probes, longer, least, training.lr)
-    _check_refusals(probes)
+    smallest = min(probes, key=lambda probe: probe.lr)
+    if smallest.refusal and not any(probe.healthy for probe in probes):  # then the reason is not the step
+        raise ValueError(f"no short run could begin: {smallest.refusal}")
     lr, limit, is_healthy, reason = choose(probes, least, training.lr)
     return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
 
@@ -165,10 +169,6 @@ def _proposal(
     setting = scaled(setting, lr / max(values_of(setting)))
     ordered = tuple(sorted(probes, key=lambda p: p.lr))
     return StepProposal(lr, setting, limit, is_healthy, reason, ordered, runs.steps_made, runs.length.steps, friction)
-
-
-def _length(run_steps: float) -> int:
-    return int(max(MIN_STEPS, min(MAX_STEPS, run_steps // RUN_SHARE)))
 
 
 def _check_arguments(
@@ -208,26 +208,6 @@ def _heat(prober: Prober, least: float, max_probes: int) -> float:
     return lr
 
 
-def _check_refusals(probes: Sequence[Probe]) -> None:
-    """Raise if the smallest step is refused too: then the reason is not the step."""
-    smallest = min(probes, key=lambda probe: probe.lr)
-    if smallest.refusal and not any(probe.healthy for probe in probes):
-        raise ValueError(f"no short run could begin: {smallest.refusal}")
-
-
-def _check_stages(form: RunForm, runs: ShortRuns) -> None:
-    """Raise for a schedule with a cold stage and a sampler that makes no step there."""
-    if form.explores and not runs.module.sampler.has_cold_limit:
-        raise ValueError(NO_COLD_LIMIT.format(type(runs.module.sampler).__name__))
-
-
-def _check_temperature(module: BayesianModule, runs: ShortRuns) -> None:
-    own = getattr(runs.schedule, "temperature", None)
-    temperature = module.temperature if own is None else own
-    if not any(values_of(temperature)):
-        raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
-
-
 # -- mclmc -------------------------------------------------------------------------------------------------------------
 
 
@@ -253,13 +233,9 @@ class EnergyErrors(SamplerCallback):
         ΔE = K(θ, half) + [Ũ(θ') - Ũ(θ)]/τ + K(θ', half)
 
     with K what half of the momentum's flow adds to the kinetic energy over τ (`MCLMC.kinetic_gain`): the last half of
-    the step's own flow, and the first half of the next one. Both potentials and both gradients are of the step's own
-    mini-batch, and of the same dropout masks. So ΔE has only the error of the integrator for that batch's potential,
-    which is of third order in the time step. Energies of two different batches would differ by their noise, whatever
-    the step size, and gradients of two by a term of first order, which turns the momentum and changes no law if it is
-    isotropic. Noise of the gradient enters through the batch's own potential, whose steeper slope raises the error.
-
-    A measured step costs a second gradient. With accumulation all micro-batches of the step count.
+    the step's own flow, and the first half of the next one. Potentials and gradients are of the step's own mini-batch
+    and dropout masks, so ΔE has only the integrator's error, of third order in the time step: energies of two batches
+    would differ by their noise, and gradients by a term of first order. A measured step costs a second gradient.
     """
 
     def __init__(self) -> None:

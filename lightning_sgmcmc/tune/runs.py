@@ -107,11 +107,7 @@ class RunForm:
         self.schedule = SamplingSchedule(every_n_steps=1) if schedule is None else copy.deepcopy(schedule)
         self.schedule.lay_out(length)
         self._whole = min(length.steps, 10**6)
-        end = self._end_of_first_stage()
-        self._sampling = (self._first_sampling, end)
-
-    def _end_of_first_stage(self) -> int:
-        """Find the first sampling stage; return its last step."""
+        # The first sampling stage.
         total = int(self._whole)
         stride = max(1, total // 20000)
         steps = [*range(1, total + 1, stride)]
@@ -119,7 +115,7 @@ class RunForm:
         first = noisy.index(True) if True in noisy else 0
         after = noisy.index(False, first) if False in noisy[first:] else len(steps)
         self._first_sampling = steps[first]
-        return min(steps[after - 1] + stride - 1, total)
+        self._sampling = (self._first_sampling, min(steps[after - 1] + stride - 1, total))
 
     @property
     def explores(self) -> bool:
@@ -210,8 +206,6 @@ class ShortRuns:
     """Makes short fits with the run's trainer, in one process.
 
     Attributes:
-        steps_made: optimizer steps of all fits.
-        num_data: N, once a fit has begun.
         has_preconditioner: whether the sampler's state has an average of squared gradients, after `look`.
         is_microcanonical: whether the sampler is MCLMC, whose energies choose its step size, after `look`.
         training_controls: of the steps that lower the energy: at temperature 0, if the sampler makes such steps.

@@ -28,7 +28,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.callbacks.schedule import RunLength
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights
-from lightning_sgmcmc.posterior.calibration import sureness
+from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.tune.runs import RunForm
 from tests.support.comparisons import assert_same
@@ -86,13 +86,13 @@ def test_sureness_is_the_factor_that_was_put_in() -> None:
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
     sharp = (2 * logits).softmax(-1)
     terms = {"probabilities": sharp, "sample_entropy": torch.zeros(len(sharp))}
-    assert sureness(Categorical(), terms, target, 0.15) == pytest.approx(2, rel=0.05)
+    assert overconfidence(Categorical(), terms, target, 0.15) == pytest.approx(2, rel=0.05)
 
 
-def test_few_data_hardly_move_the_sureness() -> None:
+def test_few_data_hardly_move_the_overconfidence() -> None:
     """Two right predictions ask for an infinite sharpening; with the prior they ask for a few percent."""
     terms = {"probabilities": torch.tensor([[0.9, 0.1], [0.9, 0.1]]), "sample_entropy": torch.zeros(2)}
-    assert 0.9 < (sureness(Categorical(), terms, torch.tensor([0, 0]), 0.15) or 0) <= 1
+    assert 0.9 < (overconfidence(Categorical(), terms, torch.tensor([0, 0]), 0.15) or 0) <= 1
 
 
 # -- the choices ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning_sgmcmc import Categorical, Likelihood, MultiLabelBernoulli, Ordin
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.posterior.predictive import KeptPredictions, kept_of, with_distributions
 from lightning_sgmcmc.predictions import ClassPrediction, Members, MultiLabelPrediction, Prediction
-from lightning_sgmcmc.predictions.classes import of_both
+from lightning_sgmcmc.predictions.prediction import of_both
 
 WEIGHTS = (0.2, 0.5, 0.3)
 IGNORED = -100

@@ -9,7 +9,7 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.chains import execution as together
-from lightning_sgmcmc.posterior import disk, predictive
+from lightning_sgmcmc.posterior import manifest, predictive
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.posteriors import MODULES, classifier, filled, in_memory, inputs
 
@@ -18,8 +18,8 @@ from tests.support.posteriors import MODULES, classifier, filled, in_memory, inp
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sample files that are read."""
     seen: list[Path] = []
-    read = disk.read_sample_file
-    monkeypatch.setattr(disk, "read_sample_file", lambda path: seen.append(path) or read(path))  # type: ignore[func-returns-value]
+    read = manifest.read_sample_file
+    monkeypatch.setattr(manifest, "read_sample_file", lambda path: seen.append(path) or read(path))  # type: ignore[func-returns-value]
     return seen
 
 

@@ -16,7 +16,7 @@ from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.cli.commands import report
-from lightning_sgmcmc.posterior import disk
+from lightning_sgmcmc.posterior import manifest
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST, write_manifest
 from tests.support import corpus, small_run
@@ -304,7 +304,7 @@ def test_a_limit_costs_the_same_for_any_number_of_samples(tmp_path: Path, monkey
         written.append(len(records))
         return write_manifest(model, run, records, *rest)
 
-    monkeypatch.setattr(disk, "write_manifest", write)
+    monkeypatch.setattr(manifest, "write_manifest", write)
     limit, total = 200, 400
     store = DiskStore.create(tmp_path / "s")
     for step in range(total):
