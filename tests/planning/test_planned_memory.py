@@ -52,7 +52,7 @@ def held() -> int:
 
 
 def _tensors() -> list[Tensor]:
-    # Of other tests' tensors, those of a compiler, of `torch.func` or a sparse layout have no memory that can be asked for.
+    # Those of a compiler, `torch.func` or a sparse layout, left by other tests, have no memory that can be asked for.
     found = [
         t
         for t in gc.get_objects()
