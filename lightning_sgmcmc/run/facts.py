@@ -84,10 +84,7 @@ def chance_nll(chains: Chains) -> float | None:
 
 
 def prior_norm(chains: Chains) -> tuple[float, float] | None:
-    """Return (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ) for a Gaussian prior around 0, None for another.
-
-    log p(θ) = log p(0) - Σ_j θ_j²/(2·σ_j²)
-    """
+    """Return (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ) for a Gaussian prior around 0, None for another."""
     prior = chains.model.prior
     if type(prior) is not GaussianPrior or prior.center is not None:
         return None

@@ -22,9 +22,8 @@ from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite
 class DeferredCheck:
     """Reads numbers from the device some steps after they were computed, when reading no longer blocks.
 
-    Two buffers of `interval` steps alternate: while one is filled, the other, complete for `interval` steps, is read.
-    From a CUDA device numbers go to pinned memory, so that nothing waits. Buffers of another accelerator are in its own
-    memory, and reading one waits for the device, once in `interval` steps.
+    Two buffers of `interval` steps alternate: one is filled while the other is read. A CUDA device copies into pinned
+    memory; reading the buffer of another accelerator waits for it, once in `interval` steps.
     """
 
     def __init__(self, num_chains: int, device: torch.device, interval: int = 16) -> None:
@@ -107,17 +106,9 @@ class NonFiniteEnergyError(RuntimeError):
 class EnergyGuard:
     """Checks each step's energy before its update, and decides whether the sampler may update.
 
-    On a CPU the energy is read at every step, at no cost. On CUDA it is read 16 to 32 steps later, to avoid
-    synchronization; parameters may have become NaN meanwhile, but every sample and checkpoint is checked when it is
-    made. A non-finite gradient with a finite energy makes the next step's energy non-finite, since the prior sums
-    over all parameters. With "skip", or several ranks, gradients are checked before every update, which synchronizes
-    with a CUDA device once a step.
-
-    With several ranks the reduced gradients are checked, so that all ranks agree: a rank with a non-finite energy
-    sets its gradient to NaN (see `Chains.loss`).
-
-    Args:
-        nonfinite_energy: "stop" ends the run at the first such step, "skip" omits its update.
+    On an accelerator the energy is read 16 to 32 steps later, without a wait; every sample and checkpoint is checked.
+    With "skip", or several ranks, the gradients are checked too: a bad one makes the next energy bad, and a rank with a
+    bad energy sets its gradient to NaN (see `Chains.loss`), so that all ranks agree.
     """
 
     def __init__(

@@ -43,14 +43,10 @@ MOST_CLASSES = 16
 
 
 def exact_directions(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> dict[str, TensorFacts] | None:
-    """Return the directions of the posterior of a linear regression, as tensors with a prior of its curvature.
+    """Return the directions of the posterior of a linear regression by name, or None for another model or unknown data.
 
-    With outputs W·x, noise σ and a prior of standard deviation s, each output's weights have the precision
-    P = XᵀX/σ² + I/s². In an eigenvector of P with eigenvalue p the chain moves as in a prior of variance 1/p around
-    the posterior's mean, so the plan's law of the prior's directions holds there exactly.
-
-    Returns:
-        facts by direction, the slowest first; None for another network, likelihood or prior, or unknown data.
+    With outputs W·x, noise σ and a prior of standard deviation s the weights have the precision P = XᵀX/σ² + I/s². In
+    an eigenvector of P with eigenvalue p the chain moves as in a prior of variance 1/p around the posterior's mean.
     """
     layer = _linear(module)
     if layer is None or len(sampler.param_groups) != 1 or not has_fresh_batches(trainer):
@@ -140,10 +136,7 @@ TIMED = (20, 120)
 
 
 def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
-    """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
-
-    A plan never stops a run: what cannot be planned is None and noted.
-    """
+    """Return the plan of a fit that is about to begin; None without a schedule or in a trial."""
     schedule = next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
     if schedule is None or is_trial(trainer):
         return None
@@ -257,13 +250,10 @@ def _tensors(module: ChainModel, sampler: Sampler) -> tuple[dict[str, TensorFact
 
 
 def prior_std(prior: Prior, name: str, shape: Sequence[int]) -> tuple[float | None, bool]:
-    """Return the standard deviation of a parameter's Gaussian prior, and whether that is exact.
+    """Return the standard deviation of a parameter's Gaussian prior, or the nearest to it, and whether that is exact.
 
-    A Student-t prior has that of the Gaussian with its curvature at the centre, s·√(ν/(ν+1)); a Laplace prior its own
-    standard deviation √2·s; a hierarchical prior the scale that it begins with. Another prior has None.
-
-    Args:
-        shape: its shape in one chain.
+    Student-t: the Gaussian with its curvature at the centre, s·√(ν/(ν+1)); Laplace: √2·s; hierarchical: its first
+    scale.
     """
     if not isinstance(prior, GaussianPrior | HierarchicalPrior | LaplacePrior | StudentTPrior):
         return None, False

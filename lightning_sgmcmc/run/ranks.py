@@ -40,15 +40,9 @@ TIMED = 10
 class StopAgreement:
     """Lets the ranks of a run find out that one of them is to stop.
 
-    Before every n-th batch the ranks begin to compute the largest of their requests, over host tensors by gloo, and
-    read it n batches later, so that no rank waits for its device, and for others only where they are n batches late.
-    All ranks read it before the same batch. The same exchange finds the slowest rank's time of a batch, from which n
-    follows: n batches take half a second, and n is at most 50. For n = 1 the result is read at once.
-
-    Creating it is a collective operation, and so is each call: all ranks make both.
-
-    Args:
-        timeout: the strategy's, after which a rank that does not come hangs; None is torch's.
+    Before every n-th batch the ranks begin to compute the largest of their requests by gloo, and read it n batches
+    later, all before the same batch; n batches take half a second by the slowest rank. Making it and each call are
+    collective.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -63,11 +57,7 @@ class StopAgreement:
         """The batch before which the last exchange began, and when."""
 
     def on_stop(self, requested: int) -> int:
-        """Return the largest request of all ranks, to be met before the coming batch; 0 for none.
-
-        Args:
-            requested: what this rank has been asked for, 0 for nothing.
-        """
+        """Return the largest request of all ranks, to be met before the coming batch; 0 for none."""
         batch, self._batch = self._batch, self._batch + 1
         if self._group is None or batch < self._next:
             return 0
@@ -155,17 +145,9 @@ class Beat:
 class Judge:
     """Decides from beats which rank hangs.
 
-    A rank hangs if its process gives no sign for `timeout` seconds. The rank that is least far, for which others may
-    wait, also hangs if it makes no progress for that time, in a step or waiting for data. While it is busy its progress
-    is not judged, or, with a `limit`, only where another rank is farther or has ended.
-
-    Time is that between this judge's own looks, each counted as two intervals at most. So a job that is stopped and
-    continued, or a machine that sleeps, hangs no longer than its ranks are awake.
-
-    Args:
-        timeout: seconds.
-        interval: seconds from one look to the next.
-        limit: seconds after which a busy rank hangs; None leaves it to the timeouts of the others' operations.
+    It is one whose process gives no sign for `timeout` seconds, or the one that is least far without progress for so
+    long. A busy rank hangs only after `limit` seconds (None: never) in which another is farther or has ended. A look
+    counts two intervals at most, so a job that was stopped or asleep hangs no longer than it is awake.
     """
 
     def __init__(self, timeout: float, interval: float, limit: float | None = None) -> None:
@@ -203,10 +185,7 @@ class Judge:
 
 
 class RankWatch:
-    """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs.
-
-    A thread does both; the main thread only counts its events. See `timeout_of` for the time.
-    """
+    """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs."""
 
     def __init__(self, trainer: pl.Trainer, pulse: Pulse, store: Any) -> None:
         self._trainer = trainer
@@ -278,11 +257,7 @@ class RankWatch:
 
 
 def timeout_of(trainer: pl.Trainer) -> float:
-    """Return the seconds without progress after which a rank hangs.
-
-    They are five minutes, or most of the strategy's timeout if the user set one (`DDPStrategy(timeout=…)`), so that the
-    watch names the rank before a collective operation fails.
-    """
+    """Return the seconds without progress after which a rank hangs: less than the strategy's timeout, if one is set."""
     given = given_timeout(trainer)
     return DEFAULT_TIMEOUT if given is None else 0.8 * given
 
@@ -314,10 +289,7 @@ def watch_ranks(trainer: pl.Trainer, pulse: Pulse) -> RankWatch | None:
 
 
 def prefix_of_fit() -> str:
-    """Return where the beats of this process's next fit are in the common store, the same on all ranks.
-
-    torchrun's store outlives the processes that it starts again, whose beats are others than those of the last attempt.
-    """
+    """Return where the beats of this process's next fit are in the store, which outlives torchrun's attempts."""
     return f"lightning_sgmcmc/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
 
 
@@ -339,12 +311,9 @@ SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 class Interruption:
     """Ends a run on request without losing its state, which is saved if the trainer writes checkpoints.
 
-    Ctrl-C lets the current step finish, since half a step is not a state of the chain; a second one ends the run at
-    once. SIGTERM does the same, and the process exits with code 143. With several ranks, either signal to any of them
-    ends all of them after the same batch, and they save their state together.
-
-    The signal by which SLURM requeues a job, where Lightning does so, is kept until the same point. Lightning's handler
-    would save at once, half a step or amid another operation of the ranks; here it saves a state of the chain.
+    Ctrl-C and SIGTERM (exit code 143) let the current step finish, since half a step is no state of the chain, and end
+    all ranks after the same batch; a second Ctrl-C ends at once. SLURM's signal for a requeue is kept until the same
+    point.
     """
 
     def __init__(self) -> None:
@@ -402,8 +371,8 @@ class Interruption:
     def _begin_together(self, trainer: pl.Trainer) -> None:
         """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
 
-        Lightning's own handler exchanges the signal at once, even during other collective operations, which deadlocks
-        the ranks, and its agreement waits for the device before every batch.
+        Lightning's own handler exchanges the signal at once, amid other collective operations, which deadlocks the
+        ranks.
         """
         loop = trainer.fit_loop.epoch_loop
         if not hasattr(loop, "_broadcast_sigterm_tensor") or not torch.distributed.is_initialized():

@@ -101,11 +101,7 @@ class RunHistory:
         self.scalars.append((step, *values, *traces))
 
     def add_sample(self, sample: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """Add a sample.
-
-        Args:
-            parameters: its weights, to be sketched; None keeps no sketch.
-        """
+        """Add a sample, with a sketch of its weights if they are given."""
         self._first_weight = sample.log_weight if self._first_weight is None else self._first_weight
         self._weights_differ |= sample.log_weight != self._first_weight or not sample.comparable
         group = None if sample.comparable else sample.chain
@@ -419,11 +415,8 @@ def origin_of_run() -> dict[str, Any]:
 def commit(folder: Path | None = None) -> str | None:
     """Return the git commit of a folder, "… with changes" if files differ from it, and None if it is not known.
 
-    A working folder can come from elsewhere, and its `.git/config` can name programs. Git compares the files only if
-    that configuration has no other entries than `INERT`; else the commit is followed by ", changes not looked for".
-
-    Args:
-        folder: the folder; None is the working folder.
+    A folder can come from elsewhere, and its `.git/config` can name programs: files are compared only if that has no
+    other entries than `INERT`, else ", changes not looked for" follows.
     """
     try:
         name = _git(folder, "rev-parse", "HEAD")
@@ -489,11 +482,7 @@ LARGEST_HEALTH = 2**26
 
 
 def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
-    """Write `results.json` and `table.md`.
-
-    Args:
-        results: plain data: recipe, scale, seed, rows (each with method, metric and value), seconds, …
-    """
+    """Write `results.json` and `table.md`."""
     write_output(folder / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
     write_output(folder / TABLE, table.encode())
 
@@ -538,11 +527,7 @@ def plain_console() -> "Console":
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table.
-
-    Args:
-        rows: one text per column; a name of the user's may have any characters.
-    """
+    """Return a Markdown table of rows with one text per column."""
     lines = ["| " + " | ".join(map(_in_cell, line)) + " |" for line in (columns, *rows)]
     lines.insert(1, "|" + "---|" * len(columns))
     return "\n".join(lines) + "\n"

@@ -113,11 +113,7 @@ class ExactResume(RunCallback):
         self.check(trainer, pl_module)
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the settings with the checkpoint's and among ranks, once in a fit.
-
-        Raises:
-            ValueError: if they differ.
-        """
+        """Compare the settings with the checkpoint's and among ranks, once; raise ValueError if they differ."""
         if self._settings:
             return
         sampler = sampler_of(pl_module)
@@ -419,12 +415,7 @@ def place_in(saved: dict[str, Any]) -> Place:
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, accumulating: bool) -> None:
-    """Set the counts of a saved fit loop as if the run had never stopped, at the end of its last batch.
-
-    Args:
-        fit_loop: the loop's part of a checkpoint; changed in place.
-        batches: batches that the fit has trained on, > 0.
-    """
+    """Set the counts of a saved fit loop, in place, as if the run had never stopped at the end of its last batch."""
     total, over = place.before + batches, place.is_over
     # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.
     pending = int(not over)

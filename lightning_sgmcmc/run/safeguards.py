@@ -63,10 +63,7 @@ def take_centers(chains: Chains) -> None:
 
 
 def begin_scales(chains: Chains, sampler: Sampler) -> "PriorScales | None":
-    """Let a run's sampler draw the scales of a hierarchical prior after its updates; return None for another prior.
-
-    It is called before the callbacks' own hooks: replica exchange restores the run's temperature after an update.
-    """
+    """Let a run's sampler draw the scales of a hierarchical prior after its updates; return None for another prior."""
     prior = chains.model.prior
     return PriorScales(prior, chains, sampler) if isinstance(prior, HierarchicalPrior) else None
 
@@ -74,8 +71,8 @@ def begin_scales(chains: Chains, sampler: Sampler) -> "PriorScales | None":
 class PriorScales:
     """Draws the scales of a hierarchical prior after every n-th update of the sampler, for each chain of this process.
 
-    The random numbers of a draw depend on (seed, chain, step), so ranks that share a chain draw the same, and a resumed
-    run continues. They do not depend on the state, so they are drawn on the host and the device is not waited for.
+    A draw's numbers depend on (seed, chain, step) alone, so they are drawn on the host and the device is not waited
+    for.
     """
 
     def __init__(self, prior: HierarchicalPrior, chains: Chains, sampler: Sampler) -> None:
@@ -182,11 +179,7 @@ class PriorScales:
 
 
 class FastConvolutions:
-    """Turns on `torch.backends.cudnn.benchmark` for a fit, and restores it.
-
-    cuDNN then times its algorithms for each shape that it meets, and keeps the fastest. `Trainer(benchmark=True)` does
-    so in every run; `Trainer(deterministic=True)` forbids it.
-    """
+    """Turns on `torch.backends.cudnn.benchmark` for a fit, by which cuDNN times its algorithms, and restores it."""
 
     def __init__(self) -> None:
         self._before: bool | None = None
@@ -240,10 +233,7 @@ NOTHING = _Nothing()
 
 
 class QuietProfiler(PassThroughProfiler):
-    """Replaces Lightning's profiler that measures nothing: a step enters that dozens of times, a generator each time.
-
-    The context of every action is one object, which does nothing.
-    """
+    """Lightning's profiler that measures nothing, with one context for every action in place of a generator."""
 
     def profile(self, action_name: str) -> Any:
         return NOTHING
@@ -259,10 +249,7 @@ def _is_called(hook: Any) -> bool:
 
 
 def leave_out(trainer: Any) -> None:
-    """Replace a trainer's profiler if its user has chosen none, and hide the hooks that callbacks do not define.
-
-    Hooks of a class or of an object that differ from Lightning's own empty ones stay.
-    """
+    """Replace a trainer's profiler if its user has chosen none, and hide the hooks that callbacks do not define."""
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler = QuietProfiler()
     vars(call)["callable"] = _is_called  # a hook that cannot be called is skipped, before a profiler is entered for it
