@@ -40,12 +40,7 @@ def product(inner: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]) -> T
 
 
 class Product(nn.Module):
-    """A parametrization by `product`, with identities as matrices at first.
-
-    Args:
-        left: c.
-        right: d.
-    """
+    """A parametrization by `product`, with identities as matrices at first."""
 
     plain: Tensor | None
 
@@ -141,14 +136,7 @@ def _check_weights(network: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 class Expansion(NamedTuple):
-    """An expanded weight in a module.
-
-    Attributes:
-        name: of the plain layer's weight.
-        factors: names of V, P_1, …, Q_1, ….
-        rule: their product.
-        slot: name of the buffer that takes the product's place.
-    """
+    """An expanded weight: the plain name, the names of V, P_1, …, Q_1, …, their rule, and the buffer in its place."""
 
     name: str
     factors: tuple[str, ...]

@@ -347,12 +347,7 @@ def check_layers(model: nn.Module) -> None:
 
 
 def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
-    """Raise unless a log-likelihood has one number per datum.
-
-    Args:
-        log_likelihood: shape (n,), or (C, n) with `chains`.
-        chains: whether it has a leading chain axis.
-    """
+    """Raise unless a log-likelihood has one number per datum, shape (n,), or (C, n) with `chains`."""
     if log_likelihood.dim() != (2 if chains else 1):
         shape = tuple(log_likelihood.shape[1:] if chains else log_likelihood.shape)
         raise ValueError(

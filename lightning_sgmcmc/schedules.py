@@ -266,20 +266,11 @@ class WarmUpAndDecay:
 
         lr_k = lr_0·max(0.02, [cos(π·(k-1)/W) + 1]/2) for k ≤ W,   lr_0·[e + (1-e)·(cos(π·u) + 1)/2] after,   e = 0.1
 
-    W is the number of warm-up steps, and u the elapsed share of the other K - W. Each stage begins with a linear rise:
-    over a tenth of the warm-up, and over 30 steps. D draws are spread evenly over the second stage.
+    K are the steps, W those of the warm-up, and u the elapsed share of the other K - W. Each stage begins with a linear
+    rise: over a tenth of the warm-up, and over 30 steps. The draws are spread evenly over the second stage.
 
-    Args:
-        total_steps: K.
-        warm_up: W/K.
-        num_draws: D.
-
-    Raises:
-        ValueError: if the second stage has fewer steps than draws.
-
-    >>> stages = WarmUpAndDecay(100, 0.2, 4)
-    >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)
-    ((40, 60, 80, 100), True, False)
+    >>> stages = WarmUpAndDecay(100, 0.2, 4) >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21) ((40,
+    60, 80, 100), True, False)
     """
 
     total_steps: int

@@ -16,16 +16,9 @@ SMALLEST, LARGEST = 1e-2, 1e2
 
 
 def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the temperature at which the tempered probabilities have the lowest mean NLL.
+    """Return the temperature at which tempered probabilities (n, K) have the lowest mean NLL of labels (n,).
 
-    The NLL is convex in 1/T, so the optimum is the root of its derivative, mean(E_T[log p] - log p_y), found by
-    bisection.
-
-    Args:
-        probabilities: shape (n, K).
-        labels: in 0..K-1, shape (n,).
-
-    Source: Guo et al. 2017, section 4.2.
+    The NLL is convex in 1/T, so the root of its derivative, mean(E_T[log p] - log p_y), is bisected (Guo et al. 2017).
     """
     logs = widest(probabilities).clamp_min(FLOOR).log()
     chosen = logs.gather(1, labels[:, None])[:, 0]
@@ -38,14 +31,9 @@ def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
-    """Return the factor of the standard deviations at which N(target; mean, (factor·std)²) has the lowest mean NLL.
+    """Return the factor of the standard deviations, all (n, D), at which a Gaussian has the lowest mean NLL.
 
-        factor² = mean((target - mean)²/std²)
-
-    Targets that are NaN are not observed, and left out.
-
-    Args:
-        mean, std, target: shape (n, D).
+    factor² = mean((target - mean)²/std²), without targets that are NaN
     """
     return float(((widest(target) - widest(mean)) / widest(std)).square().nanmean().sqrt())
 
@@ -208,10 +196,8 @@ def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) ->
     """Return the factor f with the least Σ_i NLL_i(f) + (log f)²/(2·s²), a fit with a prior around 1.
 
     Args:
-        nll: mean NLL of the data at each factor, shape (F,).
+        nll: mean NLL of the `count` data at each factor, shape (F,).
         factors: shape (F,).
-        count: number of data.
-        prior_std: s.
     """
     penalty = widest(factors).log().square() / (2 * prior_std**2)
     return float(factors[int((count * widest(nll) + penalty).argmin())])

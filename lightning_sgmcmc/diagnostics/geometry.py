@@ -111,13 +111,10 @@ def interpolate(first: State, second: State, position: float) -> dict[str, Tenso
 
 
 def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int, str]]:
-    """Choose pairs of samples whose segments are evaluated: within cycles, between cycles, between chains.
+    """Choose pairs of samples whose segments are evaluated, from (chain, cycle) of each in the order of drawing.
 
-    Within a cycle the pair is its first and last sample; between two cycles or chains it is the last sample of each.
-    The newest pairs are chosen, as evenly over the three kinds as possible.
-
-    Args:
-        places: (chain, cycle) of each sample, in the order of drawing.
+    Within a cycle it is the first and last sample; between two cycles or chains the last of each. The newest are
+    chosen, as evenly over the three kinds as possible.
     """
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}

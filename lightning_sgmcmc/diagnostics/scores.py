@@ -207,12 +207,8 @@ def calibration_error(probabilities: Tensor, target: Tensor, bins: int = CALIBRA
     Args:
         probabilities: shape (n, K).
         target: labels in 0..K-1, shape (n,).
-        bins: number of equal bins of [0, 1].
 
-    Source: Guo et al. 2017, eq. (3).
-
-    >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    >>> calibration_error(certain, torch.tensor([0, 1]))
+    >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]]) >>> calibration_error(certain, torch.tensor([0, 1]))
     tensor(0.5000)
     """
     confidence, predicted = probabilities.max(-1)
@@ -271,17 +267,11 @@ MOST_SIMULATED = 20_000
 
 
 def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the bootstrap percentile interval of a mean over data; NaN for fewer than two data.
+    """Return the bootstrap percentile interval of a mean of numbers (n,); NaN for fewer than two.
 
     For the paired difference of two predictions pass the difference of each datum. The resamples have a fixed seed.
 
-    Args:
-        values: one number for each datum, shape (n,), in an order without meaning.
-        confidence: the interval's probability.
-
-    >>> low, high = mean_interval(torch.arange(100.0))
-    >>> 43 < low < 45 and 54 < high < 56
-    True
+    >>> low, high = mean_interval(torch.arange(100.0)) >>> 43 < low < 45 and 54 < high < 56 True
     """
     if len(values) < 2:
         return math.nan, math.nan
@@ -305,16 +295,9 @@ def share_interval(share: float, count: int, confidence: float = CONFIDENCE) -> 
 def calibration_error_by_chance(
     confidence: Tensor, bins: int = CALIBRATION_BINS, draws: int = 400
 ) -> tuple[float, float]:
-    """Return the mean and the 95 % quantile of the calibration error of a calibrated model with these confidences.
+    """Return the mean and the 95 % quantile of the calibration error of a calibrated model with confidences (n,).
 
-    Each prediction is correct with the probability that it states, so the error is above 0 by chance alone.
-
-    Args:
-        confidence: probability of the predicted class of each datum, shape (n,).
-        bins: number of equal bins of [0, 1].
-        draws: number of simulated data sets.
-
-    Source: Vaicenavicius et al. 2019, consistency resampling.
+    Each prediction is correct with the probability that it states (Vaicenavicius et al. 2019, consistency resampling).
     """
     place = confidence_bin(confidence.detach(), bins).cpu()
     confidence = confidence.detach().cpu().double()

@@ -171,10 +171,9 @@ class RunFacts:
         return self.num_data * self.chance_nll
 
     def covered(self, total: Temperatures | None, tau: float) -> float | None:
-        """Return the relaxation times of the plan, else those that the measured temperature shows.
+        """Return the relaxation times of the plan, or with a test, whose rejections it ignores, the measured ones.
 
-        The plan knows nothing of a test's rejections, so with a test it is the measured ones. A chain that starts at an
-        optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
+        A chain that starts at an optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
         """
         if self.relaxation_times is not None and self.acceptance is None:
             return self.relaxation_times
@@ -184,13 +183,7 @@ class RunFacts:
         return -math.log1p(-share) / 2 if LEAST_SHARE < share < 0.95 else None
 
     def relaxation_remedy(self, covered: float | None, reached: float, heat: float) -> str:
-        """Return what to do about a chain that has not relaxed.
-
-        Args:
-            covered: relaxation times covered.
-            reached: its configurational temperature.
-            heat: τ·d/2 in nats.
-        """
+        """Return what to do about a chain that has not relaxed and has reached a temperature; `heat` is τ·d/2."""
         if self.acceptance is not None and self.acceptance < OFTEN_ACCEPTED:
             return (
                 f"use a smaller lr or larger batches, since MetropolisTest accepts {self.acceptance:.2g} of the "
