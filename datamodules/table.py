@@ -247,8 +247,6 @@ class Targets:
 
     Attributes:
         values: float64 (n, D) of numbers and counts, int64 (n,) of classes.
-        task: what they are.
-        names: of their columns, if they have any.
         classes: the classes' names in the order of their labels, if the values were names.
         is_said: whether the user has said the task.
     """
