@@ -105,38 +105,25 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    "learning_rate": ("lr",),
-    "step_size": ("lr",),
-    "stepsize": ("lr",),
-    "eta": ("lr",),
-    "burn_in": ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
-    "burnin": ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
-    "warmup": ("warm_up", "burn_in_steps", "exploration", "warm_up_steps"),
-    "thinning": ("every_n_steps", "every_n_samples"),
-    "thin": ("every_n_steps", "every_n_samples"),
-    "weight_decay": ("prior",),
-    "prior_std": ("prior", "std"),
-    "scale": ("std",),
-    "sigma": ("std",),
-    "chains": ("num_chains",),
-    "optimizer": ("sampler",),
-    "model": ("net",),
-    "network": ("net",),
-    "module": ("net",),
-    "loss": ("likelihood",),
-    "loss_fn": ("likelihood",),
-    "criterion": ("likelihood",),
-    "momentum": ("friction",),
-    "dataset_size": ("num_data",),
-    "train_size": ("num_data",),
-    "samples": ("num_draws", "max_samples", "samples_per_cycle"),
-    "num_samples": ("num_draws", "max_samples", "samples_per_cycle"),
-    "cycles": ("num_cycles",),
-    "folder": ("dirpath",),
-    "path": ("dirpath",),
-    "save_dir": ("dirpath",),
+_SENSES = {
+    ("learning_rate", "step_size", "stepsize", "eta"): ("lr",),
+    ("burn_in", "burnin"): ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
+    ("warmup",): ("warm_up", "burn_in_steps", "exploration", "warm_up_steps"),
+    ("thinning", "thin"): ("every_n_steps", "every_n_samples"),
+    ("weight_decay",): ("prior",),
+    ("prior_std",): ("prior", "std"),
+    ("scale", "sigma"): ("std",),
+    ("chains",): ("num_chains",),
+    ("optimizer",): ("sampler",),
+    ("model", "network", "module"): ("net",),
+    ("loss", "loss_fn", "criterion"): ("likelihood",),
+    ("momentum",): ("friction",),
+    ("dataset_size", "train_size"): ("num_data",),
+    ("samples", "num_samples"): ("num_draws", "max_samples", "samples_per_cycle"),
+    ("cycles",): ("num_cycles",),
+    ("folder", "path", "save_dir"): ("dirpath",),
 }
+OTHER_WORDS = {word: names for words, names in _SENSES.items() for word in words}
 """What other libraries call an argument, and its names here; a class has one of them."""
 
 

@@ -317,8 +317,7 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
         return (
             f"{trainer.global_step - updates} of {trainer.global_step} steps were skipped, since their energy or "
             "gradient was not finite; use a smaller lr (`sgmcmc tune` finds one), clip the gradients, or use "
-            "precision='bf16-mixed' instead of "
-            "'16-mixed'"
+            "precision='bf16-mixed' instead of '16-mixed'"
         )
     stopper = next((reason for c in callbacks_of(trainer) if (reason := _why_stopped(c))), "it stopped")
     first = "" if progress.first_sample is None else f" after step {progress.first_sample}"

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -169,21 +170,13 @@ def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
 # -- controls ---------------------------------------------------------------------------------------------------------
 
 
-class _Shadow:
-    """A sampler's parameter groups that a schedule may set without an effect on the sampler."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.param_groups: list[dict[str, Any]] = [
-            {name: value for name, value in group.items() if name != "params"} for group in sampler.param_groups
-        ]
-
-
 def _blocks(
     trainer: pl.Trainer, module: ChainModel, schedule: PlannedSchedule, sampled: SampledChains
 ) -> Blocks | None:
     """Return the controls of the run's steps over all chains, None for a run without a known length."""
-    chains, shadow = module.chains, _Shadow(sampler_of(module))
-    progress = chains.progress
+    chains, progress = module.chains, module.chains.progress
+    groups = [{n: v for n, v in group.items() if n != "params"} for group in sampler_of(module).param_groups]
+    shadow = SimpleNamespace(param_groups=groups)  # which a schedule may set without an effect on the sampler
     steps = fit_steps(trainer) - progress.warm_steps  # a warm start is no sampler
     if steps < 1 or not math.isfinite(steps):
         return None
@@ -363,15 +356,6 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def _plan_or_warning(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
-    """Return the plan; an error while planning warns, since a run that works must not stop for it."""
-    try:
-        return plan_of(trainer, module)
-    except Exception as error:
-        rank_zero_warn(f"The run has no plan ({type(error).__name__}: {error}); it continues without one.")
-        return None
-
-
 class Planner:
     """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
 
@@ -380,9 +364,14 @@ class Planner:
         self.is_timing = False
 
     def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        """Set `module.plan`, and print it on rank 0."""
+        """Set `module.plan`, and print it on rank 0; an error warns, since a run that works must not stop for it."""
         self._begun = None
-        plan = module.plan = _plan_or_warning(trainer, module)
+        try:
+            plan = plan_of(trainer, module)
+        except Exception as error:
+            rank_zero_warn(f"The run has no plan ({type(error).__name__}: {error}); it continues without one.")
+            plan = None
+        module.plan = plan
         self.is_timing = plan is not None and plan.steps is not None and plan.steps > TIMED[1]
         if plan is None:
             return

@@ -1,6 +1,7 @@
 """Safeguards: the callback that guards every sampling run."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -175,7 +176,7 @@ class PriorScales:
         )
 
 
-# -- safeguards --------------------------------------------------------------------------------------------------------
+# -- what a fit turns on or leaves out --------------------------------------------------------------------------------
 
 
 class FastConvolutions:
@@ -187,8 +188,7 @@ class FastConvolutions:
     def begin(self, device: torch.device, loader: Any) -> None:
         """Turn the search on where it pays."""
         if pays(device, loader):
-            self._before = torch.backends.cudnn.benchmark
-            torch.backends.cudnn.benchmark = True
+            self._before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
 
     def end(self) -> None:
         """Restore the setting."""
@@ -203,15 +203,8 @@ def pays(device: torch.device, loader: Any) -> bool:
     return isinstance(loader, ResumableLoader) and hasattr(loader.dataset, "whole_batch")
 
 
-# -- overhead ----------------------------------------------------------------------------------------------------------
-
-# What Lightning does at every step for nothing, left out during a fit: idle profilers and idle hooks.
-#
 # A step calls six hooks of every callback, and enters a profiler for each call, whether or not the callback defines
-# the
-# hook and the user has chosen a profiler. For a small network that takes longer than the network.
-
-
+# the hook and the user has chosen a profiler. For a small network that takes longer than the network.
 HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -223,13 +216,7 @@ HOOKS = (
 """The hooks of every step."""
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-NOTHING = _Nothing()
+NOTHING = nullcontext()
 
 
 class QuietProfiler(PassThroughProfiler):
@@ -362,7 +349,8 @@ class Safeguards(RunCallback):
         self._sampler, sampler.guard = sampler, self._guard
         self._pulse.count += 1
         self._interruption.begin(trainer)
-        if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
+        is_noisy = any(map(sampler.is_noisy, sampler.param_groups))
+        if chains.progress.schedule is None and is_noisy and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
         if chains.progress.steps_before and not trainer.ckpt_path:
             rank_zero_info(
@@ -524,7 +512,3 @@ class Safeguards(RunCallback):
         self._counters.skipped_steps = state_dict["skipped_steps"]
         self._counters.gradient_evaluations = state_dict["gradient_evaluations"]
         self._shown = state_dict["weights"]
-
-
-def _is_noisy(sampler: Sampler) -> bool:
-    return any(map(sampler.is_noisy, sampler.param_groups))
