@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
+from lightning_sgmcmc.datamodules.augmentation import check_probability
 from lightning_sgmcmc.datamodules.base import Split, check_fractions, random_split
 from lightning_sgmcmc.datamodules.files import one_line
 from lightning_sgmcmc.datamodules.images import ImageDataModule
@@ -101,8 +101,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.limit = limit
 
     def train_transform(self) -> Callable[[Tensor], Tensor]:
-        padding, flips = (self.image_shape[1] // 8, self.flips) if self.augment else (0, False)
-        return Augmentation(self.transform(), padding, flips, self.random_erasing)
+        return self._augmented(self.augment, self.flips, self.random_erasing)
 
     def load(self) -> tuple[Split, Split, Split]:
         files = files_by_class(self.root / "train")

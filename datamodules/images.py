@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
+from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 
@@ -77,6 +78,11 @@ class ImageDataModule(ArrayDataModule):
     @property
     def normalises(self) -> bool:
         return True
+
+    def _augmented(self, augment: bool, flips: bool, random_erasing: float) -> Augmentation:
+        """Return the transform of training batches, which crops by an eighth of the height."""
+        padding, flips = (self.image_shape[1] // 8, flips) if augment else (0, False)
+        return Augmentation(self.transform(), padding, flips, random_erasing)
 
     def _normalise_by(self, images: Tensor) -> None:
         """Normalise by the statistics of these images, the training part."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -318,8 +319,8 @@ class Interruption:
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
-        self._previous: Any = None
-        self._previous_term: Any = None
+        self._handlers: dict[int, tuple[Any, Any]] = {}
+        """By signal, this object's handler and the one before."""
         self._after_a_step = False
         self._together = False
         self.requested = False
@@ -327,8 +328,7 @@ class Interruption:
         self._requested_at = 0.0
         self._saved = False
         self._requeue: Any = None
-        """Lightning's handler of SLURM's signal."""
-        self._requeue_signal: Any = None
+        """Calls Lightning's handler of SLURM's signal."""
         self.requeue_requested = False
         self._agreement: StopAgreement | None = None
 
@@ -342,7 +342,10 @@ class Interruption:
         if in_main_thread:
             self._defer_requeue(trainer)
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._listen(signal.SIGINT, self._on_signal)
+
+    def _listen(self, number: int, handler: Any) -> None:
+        self._handlers[number] = handler, signal.signal(number, handler)
 
     def _defer_requeue(self, trainer: pl.Trainer) -> None:
         """Take SLURM's signal for a new place in the queue, if Lightning's handler has it and ranks can agree."""
@@ -355,8 +358,8 @@ class Interruption:
         is_lightnings = own in getattr(handler, "signal_handlers", ())
         if not is_lightnings or (trainer.world_size > 1 and self._agreement is None):
             return
-        self.requeue_requested, self._requeue, self._requeue_signal = False, handler, number
-        signal.signal(number, self._on_requeue)
+        self.requeue_requested, self._requeue = False, partial(handler, number, None)  # type: ignore[arg-type]
+        self._listen(number, self._on_requeue)
 
     def _on_requeue(self, number: int, frame: Any) -> None:
         if not self.requeue_requested:
@@ -366,7 +369,7 @@ class Interruption:
     def _save_and_requeue(self) -> None:
         """Call Lightning's handler: it saves `hpc_ckpt_….ckpt`, from which the requeued job resumes, and requeues."""
         self.requeue_requested = False
-        self._requeue(self._requeue_signal, None)
+        self._requeue()
 
     def _begin_together(self, trainer: pl.Trainer) -> None:
         """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
@@ -395,7 +398,7 @@ class Interruption:
             raise agreed
 
         loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
-        self._previous_term = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._listen(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
@@ -408,20 +411,12 @@ class Interruption:
         if self._agreement is not None:
             self._agreement.end(well)
             self._agreement = None
-        if self._previous_term is not None:
-            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                signal.signal(signal.SIGTERM, self._previous_term)
-            self._previous_term = None
-        if self._requeue is not None:
-            if signal.getsignal(self._requeue_signal) == self._on_requeue:
-                signal.signal(self._requeue_signal, self._requeue)
-            self._requeue = None
+        for number, (own, before) in self._handlers.items():
+            if signal.getsignal(number) == own:
+                signal.signal(number, before)
+        self._handlers, self._requeue = {}, None
         if self._trainer is not None:
             self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        if self._previous is not None:
-            if signal.getsignal(signal.SIGINT) == self._on_signal:
-                signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
         self._trainer = None
 
     def _on_signal(self, number: int, frame: Any) -> None:
