@@ -152,9 +152,3 @@ class Augmentation:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_compiled": None}  # compiled functions cannot be copied
-
-
-def check_probability(name: str, value: float) -> None:
-    """Raise unless a probability is in [0, 1]."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {value}")

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.datamodules.augmentation import check_probability
+from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules.base import Split, check_fractions, random_split
 from lightning_sgmcmc.datamodules.files import one_line
 from lightning_sgmcmc.datamodules.images import ImageDataModule
@@ -90,7 +89,7 @@ class ImageFolderDataModule(ImageDataModule):
         check_count("size", size, optional=False)
         check_count("limit", limit)
         check_fractions(val_fraction, test_fraction)
-        check_probability("random_erasing", random_erasing)
+        check_within("random_erasing", random_erasing, "[0, 1]")
         self.root = Path(root)
         self.image_shape = (1 if grey else 3, size, size)
         self.val_fraction = val_fraction

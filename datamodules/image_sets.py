@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_sgmcmc.datamodules.augmentation import check_probability
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.datamodules.base import Split, random_split
 from lightning_sgmcmc.datamodules.files import find_file, one_line, read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.images import ImageDataModule, Normalise
@@ -137,7 +137,7 @@ class AugmentedDataModule(TorchvisionDataModule):
         **shared: Any,
     ) -> None:
         super().__init__(root, batch_size, val_size, flatten=False, **shared)
-        check_probability("random_erasing", random_erasing)
+        check_within("random_erasing", random_erasing, "[0, 1]")
         self.augment = augment
         self.random_erasing = random_erasing
 

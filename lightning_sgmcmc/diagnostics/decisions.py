@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import whole_labels
 from lightning_sgmcmc.predictions.mixture import FLOOR, tempered
 from lightning_sgmcmc.tensors import widest
@@ -68,8 +69,7 @@ def conformal_threshold(scores: Tensor, level: float) -> Tensor:
 
     Source: Vovk et al. 2005; Lei et al. 2018, algorithm 2.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1), got {level}")
+    check_within("level", level, "(0, 1)")
     if not len(scores):
         raise ValueError("conformal prediction needs calibration data, and there are none")
     rank = math.ceil((len(scores) + 1) * level - 1e-9)
@@ -151,8 +151,7 @@ def risk_at_coverage(probabilities: Tensor, target: Tensor, coverage: float = 0.
         target: labels in 0..K-1, shape (n,).
         coverage: share of the data that are predicted, in (0, 1].
     """
-    if not 0 < coverage <= 1:
-        raise ValueError(f"coverage must be in (0, 1], got {coverage}")
+    check_within("coverage", coverage, "(0, 1]")
     risks = risk_coverage(*_errors(probabilities, target))[1]
     return risks[max(round(coverage * len(risks)), 1) - 1].float()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import widest
 
@@ -34,8 +35,7 @@ def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Te
 
     Source: Charikar, Chen & Farach-Colton 2002 (count sketch); Weinberger et al. 2009, theorem 2 (its variance).
     """
-    if dimension < 1:
-        raise ValueError(f"dimension must be at least 1, got {dimension}")
+    check_count("dimension", dimension)
     total = sum(tensor.numel() for tensor in parameters.values())
     if total == 0:
         raise ValueError("parameters has no weights to sketch: pass at least one tensor")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
 
+from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.draws import CONFIDENCE, percentile_interval, resampled_means
 from lightning_sgmcmc.tensors import widest
 
@@ -89,8 +90,7 @@ def interval_score(low: Tensor, high: Tensor, y: Tensor, level: float) -> Tensor
     >>> interval_score(low, high, y, 0.9)
     tensor([1.0000, 3.0000])
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1), got {level}")
+    check_within("level", level, "(0, 1)")
     missed = (low - y).clamp_min(0) + (y - high).clamp_min(0)
     return high - low + 2 / (1 - level) * missed
 
@@ -117,8 +117,7 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
     >>> pit_histogram((torch.tensor([0.0, 0.4]), torch.tensor([0.4, 1.0])), bins=2)  # a calibrated Bernoulli(0.6)
     tensor([0.5833, 0.4167])
     """
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}")
+    check_count("bins", bins)
     below, up_to = (part.reshape(-1) for part in (cdf if isinstance(cdf, tuple) else (cdf, cdf)))
     if bool((below.isnan() | up_to.isnan()).any()):
         raise ValueError("cdf must be in [0, 1], got NaN: leave out data without a prediction")

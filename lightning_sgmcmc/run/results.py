@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, within_groups
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
 from lightning_sgmcmc.diagnostics.health import HealthReport
@@ -226,8 +227,7 @@ class ThinnedSeries:
     """
 
     def __init__(self, limit: int) -> None:
-        if limit < 2:
-            raise ValueError(f"limit must be at least 2, got {limit}")
+        check_count("limit", limit, least=2)
         self.limit = limit
         self.rows: list[tuple[float, ...]] = []
         self.seen = 0
