@@ -24,11 +24,8 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def product(inner: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """Return P_1…P_c·V·Q_1…Q_d, shape (outputs, inputs, …).
 
-    Args:
-        inner: V, the weight of a linear or convolution layer, shape (outputs, inputs, …); the matrices mix its outputs
-            and its inputs, at each place of a kernel alike.
-        left: P_1, …, P_c, each of shape (outputs, outputs).
-        right: Q_1, …, Q_d, each of shape (inputs, inputs).
+    V is the weight of a linear or convolution layer, whose outputs the P (outputs, outputs) mix, and whose inputs the Q
+    (inputs, inputs), at each place of a kernel alike.
     """
     weight = inner.flatten(1)
     for factor in reversed(left):
@@ -179,11 +176,7 @@ def plain_type(layer: nn.Module) -> type[nn.Module]:
 
 
 def collapsed(tensors: Mapping[str, Tensor], module: nn.Module, num_chains: int = 1) -> dict[str, Tensor]:
-    """Return tensors by name with the product of each expanded weight instead of its factors, in the plain order.
-
-    Args:
-        num_chains: C; with more than one, the tensors have a leading chain axis.
-    """
+    """Return tensors by name, of C stacked chains if C > 1, with expanded weights' products in their factors' place."""
     expansions = [expansion for expansion in expansions_of(module) if expansion.factors[0] in tensors]
     if not expansions:
         return dict(tensors)

@@ -10,29 +10,15 @@ from lightning_sgmcmc.checks import check_count, check_positive, check_within
 
 @dataclass(frozen=True)
 class CyclicalPlan:
-    """The cyclical schedule of cSG-MCMC.
+    """The cyclical schedule of cSG-MCMC: M cycles in K steps (Zhang et al. 2020, eq. (2) and Algorithm 1).
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
 
-    While r(k) < β the chain explores (temperature 0), then it samples. Each cycle draws the same number of samples,
-    evenly spaced up to its end. If M does not divide K, the last cycle is shorter.
+    While r(k) < β = `exploration` the chain explores (temperature 0), then it samples. Each cycle draws the same number
+    of samples, evenly spaced up to its end. If M does not divide K, the last cycle is shorter.
 
-    Args:
-        total_steps: K.
-        num_cycles: M.
-        exploration: β in [0, 1].
-        samples_per_cycle: number of samples drawn in each cycle.
-
-    Raises:
-        ValueError: if an argument is out of range, or a cycle's sampling stage is shorter than its samples.
-
-    Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
-
-    >>> plan = CyclicalPlan(total_steps=20, num_cycles=2, exploration=0.5, samples_per_cycle=2)
-    >>> plan.sample_steps()
-    [8, 10, 18, 20]
-    >>> [round(plan.lr_factor(step), 2) for step in (1, 6, 10, 11)]
-    [1.0, 0.5, 0.02, 1.0]
+    >>> plan = CyclicalPlan(total_steps=20, num_cycles=2, exploration=0.5, samples_per_cycle=2) >>> plan.sample_steps()
+    [8, 10, 18, 20] >>> [round(plan.lr_factor(step), 2) for step in (1, 6, 10, 11)] [1.0, 0.5, 0.02, 1.0]
     """
 
     total_steps: int
@@ -96,26 +82,14 @@ class AveragingPlan:
 
         lr_k = lr_0·[f + (1-f)·(cos(π·j/S) + 1)/2] for j < S,   lr_0·f for j ≥ S,   j = mod(k-1, P), S = ⌈(1-c)·P⌉
 
-    P = ⌈K/M⌉ is the period. The last step of a cycle is collected, and before it every n-th of the stage j ≥ S.
-
-    Args:
-        total_steps: K.
-        num_cycles: M.
-        collection: c in (0, 1], the share of a cycle in which iterates are collected.
-        lr_factor: f.
-        every_n_steps: n.
-        least: smallest number of iterates of a cycle.
-
-    Raises:
-        ValueError: if a cycle has fewer iterates than `least`.
+    P = ⌈K/M⌉ is the period, c = `collection` a share of it, f = `lr_factor`. The last step of a cycle is collected, and
+    before it every n-th of the stage j ≥ S; they must be as many as `least`.
 
     Source: Maddox et al. 2019 (SWAG), Algorithm 1; the cycles as in Zhang et al. 2020 (cSG-MCMC), eq. (2).
 
-    >>> plan = AveragingPlan(20, 2, collection=0.4, lr_factor=0.5, every_n_steps=2)
-    >>> [step for step in range(1, 21) if plan.collects(step)]
-    [8, 10, 18, 20]
-    >>> [round(plan.lr_factor_of(step), 2) for step in (1, 4, 7, 10, 11)]
-    [1.0, 0.75, 0.5, 0.5, 1.0]
+    >>> plan = AveragingPlan(20, 2, collection=0.4, lr_factor=0.5, every_n_steps=2) >>> [step for step in range(1, 21)
+    if plan.collects(step)] [8, 10, 18, 20] >>> [round(plan.lr_factor_of(step), 2) for step in (1, 4, 7, 10, 11)] [1.0,
+    0.75, 0.5, 0.5, 1.0]
     """
 
     total_steps: int

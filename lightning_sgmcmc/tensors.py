@@ -127,7 +127,6 @@ def mean_of(control: Control) -> float:
 
 # -- finite ------------------------------------------------------------------------------------------------------------
 
-
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of the buffers in which BatchNorm and InstanceNorm keep statistics."""
 

@@ -167,19 +167,14 @@ def _errors(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iterations: int = 80) -> Tensor:
     """Return the weights at which the mixture of the samples predicts held-out data best, shape (S,), float64.
 
-        maximize Σ_i log Σ_j w_j·p_j(y_i) + α·n/S·Σ_j log w_j   over w ≥ 0, Σ_j w_j = 1
+        maximize Σ_i log Σ_j w_j·p_j(y_i) + α·n/S·Σ_j log w_j   over w ≥ 0, Σ_j w_j = 1,   α = `pseudo_count`
 
-    It is found by expectation maximization from even weights; each iteration raises the objective.
-
-    Args:
-        log_densities: log p_j(y_i), shape (S, n).
-        pseudo_count: α ≥ 0, the strength of the Dirichlet prior towards even weights, over that of the data.
-        iterations: of expectation maximization.
+    Each iteration of expectation maximization from even weights raises the objective, given log p_j(y_i), shape (S, n).
 
     Source: Yao et al. 2018 (Using stacking to average Bayesian predictive distributions), section 3.
 
-    >>> stacking_weights(torch.tensor([[-1.0, -1.0], [-9.0, -9.0]]), pseudo_count=0.0).round(decimals=3).tolist()
-    [1.0, 0.0]
+    >>> stacking_weights(torch.tensor([[-1.0, -1.0], [-9.0, -9.0]]), pseudo_count=0.0).round(decimals=3).tolist() [1.0,
+    0.0]
     """
     logs = widest(log_densities)
     samples, data = logs.shape

@@ -185,7 +185,6 @@ def wasserstein_distance(first: Tensor, second: Tensor) -> float:
 
 # -- chains ------------------------------------------------------------------------------------------------------------
 
-
 MIXED = 1.05
 """No R-hat below this is large."""
 FEWEST_EFFECTIVE = 5
@@ -316,13 +315,9 @@ def import_arviz() -> Any:
     return arviz
 
 
-# -- batch means -------------------------------------------------------------------------------------------------------
-
+# -- means of batches of steps -----------------------------------------------------------------------------------------
 
 MAX_BATCHES = 40
-
-
-# -- means of batches of steps ----------------------------------------------------------------------------------------
 
 
 class BatchMeans:
@@ -419,7 +414,6 @@ def chi_square_interval(mean: float, error: float, probability: float, dof: int)
 
 
 # -- bootstrap ---------------------------------------------------------------------------------------------------------
-
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 CHUNK = 2**22

@@ -53,15 +53,7 @@ def epoch_means(trace: Tensor, epochs: Tensor, sizes: Tensor) -> Tensor:
 
 
 class ChainMean(NamedTuple):
-    """The mean of a quantity along chains; NaN for what too few draws do not tell.
-
-    Attributes:
-        mean: over all draws of all chains.
-        error: its standard error, for correlated draws.
-        rhat: rank-normalised split R-hat.
-        ess: effective number of draws for the mean.
-        of_chains: the mean of each chain, shape (C,).
-    """
+    """The mean of draws, its standard error, R-hat, ESS and the chains' means (C,); NaN where draws are too few."""
 
     mean: float
     error: float

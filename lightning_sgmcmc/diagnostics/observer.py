@@ -38,7 +38,6 @@ NO_CLIPPING = Clipping()
 
 # -- observer ----------------------------------------------------------------------------------------------------------
 
-
 Batches = tuple[Tensor, Tensor]
 """Means (B, length) and lengths (B,) of batches of steps."""
 Reduction = Callable[[Tensor], Tensor]

@@ -133,7 +133,6 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
-
 CALIBRATION_BINS = 15
 
 
@@ -259,7 +258,6 @@ def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_B
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
-
 
 MOST_SIMULATED = 20_000
 """For more data than this, the sums of correct predictions in a bin are drawn from their normal law."""

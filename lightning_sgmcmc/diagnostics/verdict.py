@@ -76,7 +76,6 @@ def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
 
 # -- verdict -----------------------------------------------------------------------------------------------------------
 
-
 AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
 LONGEST = 10.0
@@ -97,12 +96,10 @@ TREND = 3.0
 
 @dataclass(frozen=True)
 class AverageGrowth:
-    """How the model average's NLL changed with the number of samples.
+    """How the model average's NLL, in nats per datum, changed with the number of samples.
 
     Attributes:
         best: number of samples with the lowest NLL.
-        count: number of all samples.
-        best_nll, nll: NLL of the average of the best number, and of all, in nats per datum.
         single: NLL of each sample, in the order of drawing.
         certain: whether the difference's interval over the data is off zero.
     """

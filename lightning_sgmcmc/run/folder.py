@@ -149,7 +149,6 @@ def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
 
 # -- sample folder -----------------------------------------------------------------------------------------------------
 
-
 LEVELS = 3
 """Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
 

@@ -74,7 +74,6 @@ class DeferredCheck:
 
 # -- guard -------------------------------------------------------------------------------------------------------------
 
-
 NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 
 SMALLER_STEP = "use a smaller lr, or clip the gradients (`sgmcmc tune` finds an lr)"

@@ -131,7 +131,6 @@ def _class_facts(curvature: Tensor, start: Tensor, outputs: int) -> dict[str, Te
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 
-
 TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
 

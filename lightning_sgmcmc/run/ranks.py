@@ -104,7 +104,6 @@ class StopAgreement:
 
 # -- rank watch --------------------------------------------------------------------------------------------------------
 
-
 DEFAULT_TIMEOUT = 300.0
 LAST_WORDS = 10.0
 """Seconds for the last message, which reads a folder that may hang."""
@@ -122,10 +121,7 @@ class Beat:
     Attributes:
         number: counts the beats of its thread; it grows as long as the process lives.
         progress: counts events of its main thread; equal numbers are equal places in the run.
-        busy: whether its main thread does something of any length: a validation, a checkpoint, samples, a batch of a
-            new shape, whose network may be compiled.
-        step: optimizer steps made.
-        ended: whether its fit has ended.
+        busy: whether its main thread does something of any length, such as a validation or a first compilation.
     """
 
     number: int
@@ -295,7 +291,6 @@ def prefix_of_fit() -> str:
 
 
 # -- interruption ------------------------------------------------------------------------------------------------------
-
 
 FILE_NAME = "last-interrupted.ckpt"
 """Begins with "last", so that `Trainer.fit(ckpt_path="last")` finds it if it is the newest."""

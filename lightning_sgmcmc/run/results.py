@@ -220,10 +220,7 @@ def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[f
 class ThinnedSeries:
     """Keeps evenly spaced rows of numbers: above the limit, every second row is dropped, and the spacing doubles.
 
-    Attributes:
-        rows: the rows kept, in order.
-        seen: how many rows were offered.
-        stride: every stride-th row offered is kept, beginning with the first.
+    Every stride-th of the rows seen is kept, beginning with the first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -271,7 +268,6 @@ class ThinnedSeries:
 
 # -- evaluation file ---------------------------------------------------------------------------------------------------
 
-
 LARGEST = 2**30
 """In bytes."""
 COLUMNS = ("nll", "error", "brier", "square_error")
@@ -282,13 +278,9 @@ class StoredEvaluation:
     """An evaluation of a run's average on one data set.
 
     Attributes:
-        stage: "val" or "test".
         kind: what the run is: "posterior samples", "deep ensemble", "SWAG", …
-        samples, chains: their numbers.
-        gradient_evaluations: per-datum gradients of the fit, over all chains; 0 if it ran in another process.
-        seconds: of the fit; 0 likewise.
+        gradient_evaluations, seconds: of the fit, over all chains; 0 if it ran in another process.
         data: identifies the targets; "" if there are none.
-        metrics: of the average of all samples.
         columns: per-datum results, shape (n,): `nll` in nats, and `error` (0 or 1) and `brier` of classes, or
             `square_error` of a regression, in original units.
     """
@@ -384,7 +376,6 @@ def _stored(columns: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 # -- origin ------------------------------------------------------------------------------------------------------------
-
 
 PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
 INERT = re.compile(

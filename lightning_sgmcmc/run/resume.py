@@ -375,12 +375,9 @@ class Place:
     """Where a run is, by its own counts.
 
     Attributes:
-        epoch: index of the epoch, over all fits of the trainer.
+        epoch: index over all fits of the trainer.
         in_epoch: batches of the epoch that the run has trained on.
-        is_over: whether the epoch has ended.
-        before: batches of the trainer's earlier fits.
-        steps_before: optimizer steps of the trainer's earlier fits.
-        begins_epoch: whether the next batch is an epoch's first.
+        before, steps_before: batches and optimizer steps of the trainer's earlier fits.
     """
 
     epoch: int = 0

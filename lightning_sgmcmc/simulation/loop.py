@@ -66,12 +66,10 @@ class StepPart:
 
 
 class LightLoop:
-    """Makes the steps of all chains.
+    """Makes the steps of all chains of the only parameter `place`, shape (C, d).
 
     Args:
-        place: its only parameter, the chains' positions, shape (C, d).
-        normals: function of the number K of the next steps; it returns the injected noise, standard normal numbers of
-            shape (K, J, C, d) that the loop may change.
+        normals: returns the injected noise of the next K steps, shape (K, J, C, d), which the loop may change.
         copies_group: whether a block begins with a copy of the group, in which parts may set the controls. What a rule
             notes in the group is then lost with the block.
     """
