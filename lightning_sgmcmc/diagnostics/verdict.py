@@ -40,22 +40,15 @@ class ContourUse:
     efficiency: float | None = None
     largest_share: float | None = None
 
-    @property
-    def is_dominated(self) -> bool:
-        """Whether one sample has nearly all the weight."""
-        share = self.largest_share
-        return self.samples >= FEW_SAMPLES and share is not None and share > DOMINANT_WEIGHT
-
 
 def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
     """Return the findings on a contour; none without one."""
     if use is None:
         return ()
-    found = []
-    if use.is_dominated:
-        assert use.largest_share is not None
+    found, share = [], use.largest_share
+    if use.samples >= FEW_SAMPLES and share is not None and share > DOMINANT_WEIGHT:
         sentence = (
-            f"contour: one of {use.samples} samples has {100 * use.largest_share:.0f} % of the weight, so the average "
+            f"contour: one of {use.samples} samples has {100 * share:.0f} % of the weight, so the average "
             "is that sample"
         )
         remedy = "take a smaller zeta (`auto=True` finds one), or a weight_exponent below 1"

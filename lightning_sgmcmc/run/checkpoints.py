@@ -80,11 +80,6 @@ def mark_of_store(path: Path) -> str | None:
     return DiskStore(path, skip_damaged=True).run_id
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raise ValueError unless all ranks, which read it together, see the same checkpoint."""
-    check_common("the checkpoint", lambda: path, _mark_of_checkpoint)
-
-
 def _mark_of_checkpoint(path: Path) -> str | None:
     if path.is_file():
         return f"{path.stat().st_size} bytes"
@@ -128,7 +123,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return a checkpoint's content; weights_only=False unpickles any object, which runs its code."""
         file_system = get_filesystem(path)
         if isinstance(file_system, LocalFileSystem):
-            check_checkpoint(plain_path(path))
+            check_common("the checkpoint", lambda: plain_path(path), _mark_of_checkpoint)  # ranks read it together
         if not file_system.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {path}: pass the path of an existing one as ckpt_path")
         try:

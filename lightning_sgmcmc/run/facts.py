@@ -35,6 +35,7 @@ def facts_of(
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps."""
     predictions, limit = _predictions(evaluation)
+    adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
     return RunFacts(
         temperature=0.0 if is_optimization else None,
         num_chains=chains.layout.total_chains,
@@ -50,15 +51,9 @@ def facts_of(
         growth=_growth(evaluation),
         baseline=None if plan is None else plan.label,
         is_full_batch=sees_all_data(chains),
-        adapting=adapting_name(sampler),
+        adapting=type(sampler).__name__ if adapts else None,
         acceptance=acceptance,
     )
-
-
-def adapting_name(sampler: Sampler | None) -> str | None:
-    """Return the name of a sampler whose preconditioner adapts while samples are drawn, None for others."""
-    adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
-    return type(sampler).__name__ if adapts else None
 
 
 def sees_all_data(chains: Chains) -> bool:

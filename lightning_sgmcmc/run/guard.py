@@ -269,7 +269,7 @@ class EnergyGuard:
             )
         if self._chains.observed.batch_size == 0:
             return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
-        if _first(~self._finite_inputs()):
+        if not all(bool(t.isfinite().all()) for t in _tensors(self._batch) if t.is_floating_point()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:
             return fault, "correct the data, or pass nonfinite_energy='skip'"
@@ -288,10 +288,6 @@ class EnergyGuard:
         except ValueError as error:
             return str(error)
         return None
-
-    def _finite_inputs(self) -> Tensor:
-        floating = [t for t in _tensors(self._batch) if t.is_floating_point()]
-        return torch.tensor(all(bool(t.isfinite().all()) for t in floating))
 
     def _error(self, potential: Tensor, cause: str, advice: str = "keep the weights in range") -> NonFiniteEnergyError:
         step = self._sampler.step_count + 1

@@ -27,7 +27,6 @@ from lightning_sgmcmc.run.settings import (
     settings_of,
 )
 from lightning_sgmcmc.run.trainer import callbacks_of, is_probe
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 ACCUMULATED = "accumulated_gradients"
@@ -129,16 +128,11 @@ class ExactResume(RunCallback):
         self._settings = own
         chains_of(pl_module).progress.steps_before = self._place.steps_before
 
-    def _apply_new_options(self, sampler: Sampler) -> None:
-        for group, options in zip(sampler.param_groups, self._new_options, strict=False):
-            group.update(options)
-            if "lr" in options:
-                group["initial_lr"] = options["lr"]
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         self._generators.begin(trainer, pl_module.device)
-        self._apply_new_options(sampler)
+        for group, options in zip(sampler.param_groups, self._new_options, strict=False):
+            group.update(options | ({"initial_lr": options["lr"]} if "lr" in options else {}))
         resumes, self._batches_before = self._saved_settings is not None, self._batches
         self._run_seed, self._fits, self._seed = chains.seeds.run, chains.seeds.fits, sampler.seed
         self._settings["seed"] = chains.seeds.run if resumes else chains.seeds.stated
