@@ -278,14 +278,12 @@ def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targe
     values = as_tensor("y", _numeric(y))
     if values.dim() == 2 and values.shape[1] == 1:
         values = values[:, 0]
-    if values.dim() == 0 or len(values) == 0:
+    if values.dim() not in (1, 2) or len(values) == 0:
         raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if values.is_floating_point():
         _check_observed(values, task)
     if task is None:
         return _guessed(values, names)
-    if values.dim() > 2:
-        raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if task == "regression":
         return Targets(_columns(values), "regression", names)
     if task == "counts":
@@ -300,8 +298,6 @@ def _guessed(values: Tensor, names: tuple[Any, ...]) -> Targets:
     count = len(known.unique())
     whole = not values.is_floating_point() or bool((known == known.round()).all())
     remedy = "say which they are by task='classes', 'regression' or 'counts'"
-    if values.dim() > 2:
-        raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if values.dim() != 1 and not values.is_floating_point():
         raise ValueError(
             f"y has shape {tuple(values.shape)} and whole numbers, which could be several classes or numbers of each "

@@ -17,9 +17,15 @@ SMALLEST, LARGEST = 1e-2, 1e2
 
 
 def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the temperature at which tempered probabilities (n, K) have the lowest mean NLL of labels (n,).
+    """Return the temperature at which the tempered probabilities have the lowest mean NLL.
 
-    The NLL is convex in 1/T, so the root of its derivative, mean(E_T[log p] - log p_y), is bisected (Guo et al. 2017).
+    The NLL is convex in 1/T, so the root of its derivative, mean(E_T[log p] - log p_y), is bisected.
+
+    Args:
+        probabilities: shape (n, K).
+        labels: in 0..K-1, shape (n,).
+
+    Source: Guo et al. 2017, section 4.2.
     """
     logs = widest(probabilities).clamp_min(FLOOR).log()
     chosen = logs.gather(1, labels[:, None])[:, 0]
@@ -32,9 +38,14 @@ def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
-    """Return the factor of the standard deviations, all (n, D), at which a Gaussian has the lowest mean NLL.
+    """Return the factor of the standard deviations at which N(target; mean, (factor·std)²) has the lowest mean NLL.
 
-    factor² = mean((target - mean)²/std²), without targets that are NaN
+        factor² = mean((target - mean)²/std²)
+
+    Targets that are NaN are not observed, and left out.
+
+    Args:
+        mean, std, target: shape (n, D).
     """
     return float(((widest(target) - widest(mean)) / widest(std)).square().nanmean().sqrt())
 

@@ -248,8 +248,7 @@ class EnergyGuard:
             _copy(self._buffers, self._kept)
 
     def _undo(self) -> None:
-        if self._kept:
-            _copy(self._buffers, self._kept)
+        self.leave_step()
         self._chains.observed.mean_potential = self._last_potential
 
     def _diagnosis(self, potential: Tensor) -> tuple[str, str]:

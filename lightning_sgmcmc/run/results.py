@@ -192,9 +192,8 @@ class RunHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
         self.trace_names = list(state["trace_names"])
-        self.scalars.load_state_dict(state["scalars"])
-        self.samples.load_state_dict(state["samples"])
-        self.sketches.load_state_dict(state["sketches"])
+        for name in ("scalars", "samples", "sketches"):
+            getattr(self, name).load_state_dict(state[name])
         self._log_sums = dict(state["log_sums"])
         self._first_weight = self.samples.rows[0][4] if self.samples.rows else None
         self._weights_differ = any(row[4] != self._first_weight or not row[6] for row in self.samples.rows)
