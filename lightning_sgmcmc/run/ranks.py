@@ -349,11 +349,11 @@ class Interruption:
             return
         number = environment.requeue_signal or signal.SIGUSR1
         own = trainer._signal_connector._slurm_sigusr_handler_fn
-        handler = signal.getsignal(number)
+        handler: Any = signal.getsignal(number)
         is_lightnings = own in getattr(handler, "signal_handlers", ())
         if not is_lightnings or (trainer.world_size > 1 and self._agreement is None):
             return
-        self.requeue_requested, self._requeue = False, partial(handler, number, None)  # type: ignore[arg-type]
+        self.requeue_requested, self._requeue = False, partial(handler, number, None)
         self._listen(number, self._on_requeue)
 
     def _on_requeue(self, number: int, frame: Any) -> None:
