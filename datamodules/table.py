@@ -198,11 +198,8 @@ def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
 def _rows(splits: Sequence[Any], count: int, are_scaled: bool) -> list[Tensor]:
     """Return the rows of the three parts."""
     parts = [torch.as_tensor(np.asarray(part)).reshape(-1) for part in splits]
-    if (
-        len(parts) != 3
-        or (len(parts[0]) == 0 and not are_scaled)
-        or any(len(p) and p.is_floating_point() for p in parts)
-    ):
+    is_odd = len(parts) != 3 or any(len(part) and part.is_floating_point() for part in parts)
+    if is_odd or (len(parts[0]) == 0 and not are_scaled):
         raise ValueError(
             f"splits must be the row numbers of the training, validation and test part, got {len(parts)} parts of "
             f"{', '.join(str(len(part)) for part in parts)} rows"

@@ -245,11 +245,8 @@ def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_B
     index = confidence_bin(confidence, bins)
     count = torch.zeros(bins, dtype=torch.float64)
     total_confidence, total_correct = count.clone(), count.clone()
-    index, confidence, correct = (
-        index.cpu(),
-        confidence.cpu().double(),
-        (predicted == whole_labels(target)).cpu().double(),
-    )
+    correct = (predicted == whole_labels(target)).cpu().double()
+    index, confidence = index.cpu(), confidence.cpu().double()
     count.index_add_(0, index, torch.ones_like(confidence))
     total_confidence.index_add_(0, index, confidence)
     total_correct.index_add_(0, index, correct)

@@ -255,10 +255,7 @@ class EnergyGuard:
         """Return the cause and the remedy in words; called only after a failure."""
         lost = bad_tensor(dict(self._model.named_parameters()), {})
         if lost is not None and self._sampler.step_count == 0:
-            return (
-                f"'{lost}' is NaN or infinite at the start",
-                "correct the weights, the checkpoint or chain_start",
-            )
+            return f"'{lost}' is NaN or infinite at the start", "correct the weights, the checkpoint or chain_start"
         if lost is not None:
             return f"'{lost}' became NaN or infinite in earlier steps", self._smaller_step
         if potential is self._last_potential:

@@ -225,14 +225,13 @@ def _tensors(module: ChainModel, sampler: Sampler) -> tuple[dict[str, TensorFact
     chains = module.chains
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
     found, approximate, held = {}, False, held_rows(module)
-    prior = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
+    prior: Any = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
+    center = prior.center if isinstance(prior, GaussianPrior) else None
     for name, parameter in chains.trainable.items():
         shape = parameter.shape[1:] if chains.num_chains > 1 else parameter.shape
         std, is_exact = prior_std(module.prior, name, tuple(shape))
         approximate |= std is not None and not is_exact
-        is_near = (
-            isinstance(prior, GaussianPrior) and prior.center is not None and is_centered(name, prior.centered)
-        )  # a start is near its centre
+        is_near = center is not None and is_centered(name, prior.centered)  # a start is near its centre
         start = 0.0 if is_near else float(widest(parameter.detach()).square().mean())
         numel = parameter.numel() // chains.num_chains
         if name in held:
