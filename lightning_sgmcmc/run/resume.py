@@ -212,9 +212,13 @@ class ExactResume(RunCallback):
     ) -> None:
         self._steps_when_begun = trainer.global_step
         self._reseed("batch")
-        if self._awaits_batches:
-            self._awaits_batches = False
-            _warn_of_shared(batch)
+        if self._awaits_batches and not isinstance(batch, ChainBatches):
+            rank_zero_warn(
+                "The training loader has only one data order, so all chains of a process see the same batches: pass a "
+                "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
+                "shared_batch=True."
+            )
+        self._awaits_batches = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -349,16 +353,6 @@ def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, ExactResume):
             callback.check(trainer, module)
-
-
-def _warn_of_shared(batch: Any) -> None:
-    """Warn that chains share a batch, unless it holds one for each chain."""
-    if not isinstance(batch, ChainBatches):
-        rank_zero_warn(
-            "The training loader has only one data order, so all chains of a process see the same batches: pass a "
-            "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
-            "shared_batch=True."
-        )
 
 
 # -- loop counts -------------------------------------------------------------------------------------------------------

@@ -63,12 +63,6 @@ def take_centers(chains: Chains) -> None:
             tensor.copy_(parameters[name.removeprefix(CENTER)])
 
 
-def begin_scales(chains: Chains, sampler: Sampler) -> "PriorScales | None":
-    """Let a run's sampler draw the scales of a hierarchical prior after its updates; return None for another prior."""
-    prior = chains.model.prior
-    return PriorScales(prior, chains, sampler) if isinstance(prior, HierarchicalPrior) else None
-
-
 class PriorScales:
     """Draws the scales of a hierarchical prior after every n-th update of the sampler, for each chain of this process.
 
@@ -96,15 +90,11 @@ class PriorScales:
         if self._first_nll is None:
             self._first_nll = self._nll()
         step = self._sampler.step_count
-        if step % self._prior.every_n_steps == 0 and step != self._last and not self._is_claimed:
+        is_due = step % self._prior.every_n_steps == 0 and step != self._last
+        if is_due and self._chains.claims.get("draw scales") is None:  # else a callback sets the scales
             self._last = step
             with torch.no_grad():
                 self._draw(step)
-
-    @property
-    def _is_claimed(self) -> bool:
-        """Whether a callback sets the scales instead."""
-        return self._chains.claims.get("draw scales") is not None
 
     def _draw(self, step: int) -> None:
         """Draw all factors of every chain from their conditional, given the chain's parameters."""
@@ -321,8 +311,10 @@ class Safeguards(RunCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clean_checkpoints(trainer)
         self._pulse.count += 1
-        chains_of(pl_module).counters = self._counters
-        self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
+        chains, self._scales = chains_of(pl_module), None
+        chains.counters, prior = self._counters, chains.model.prior
+        if isinstance(prior, HierarchicalPrior):  # before the callbacks: replica exchange changes the temperature
+            self._scales = PriorScales(prior, chains, sampler_of(pl_module))
         if is_finished(trainer) and trainer.global_step > 0:
             rank_zero_warn(
                 f"This trainer has made its {trainer.global_step} steps in {trainer.current_epoch} epochs, so the fit "
