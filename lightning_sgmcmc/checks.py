@@ -87,16 +87,13 @@ def names_other_lightning(*modules: str) -> bool:
         return False
     for name in (*modules, "__main__"):
         values = list(vars(sys.modules.get(name, sys)).values())
-        origins = {v.__name__ if inspect.ismodule(v) else v.__module__ for v in values if _is_named(v)}
+        origins = {value.__name__ for value in values if inspect.ismodule(value)}
+        origins |= {value.__module__ for value in values if inspect.isclass(value)}
         ours = any(f"{origin}.".startswith("pytorch_lightning.") for origin in origins)
         theirs = any(origin == "lightning" or f"{origin}.".startswith("lightning.pytorch.") for origin in origins)
         if theirs and not ours:
             return True
     return False
-
-
-def _is_named(value: Any) -> bool:
-    return inspect.ismodule(value) or inspect.isclass(value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

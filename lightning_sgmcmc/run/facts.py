@@ -35,11 +35,13 @@ def facts_of(
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps."""
     predictions, limit = _predictions(evaluation)
+    seen, seen_at_once = chains.observed, chains.observed.batch_size * chains.layout.ranks_per_chain
+    drops_out = any(isinstance(layer, _DropoutNd) for layer in chains.model.modules())
     adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
     return RunFacts(
         temperature=0.0 if is_optimization else None,
         num_chains=chains.layout.total_chains,
-        num_data=chains.observed.num_data,
+        num_data=seen.num_data,
         chance_nll=chance_nll(chains),
         has_classes=isinstance(chains.model.likelihood, ClassLikelihood),
         prior_norm=prior_norm(chains),
@@ -50,17 +52,10 @@ def facts_of(
         rhat_limit=limit,
         growth=_growth(evaluation),
         baseline=None if plan is None else plan.label,
-        is_full_batch=sees_all_data(chains),
+        is_full_batch=0 < (seen.num_data or 0) <= seen_at_once and not drops_out,
         adapting=type(sampler).__name__ if adapts else None,
         acceptance=acceptance,
     )
-
-
-def sees_all_data(chains: Chains) -> bool:
-    """Return whether a batch has all data and the network drops nothing out, so that gradients have no noise."""
-    seen, layers = chains.observed, chains.model.modules()
-    seen_at_once = seen.batch_size * chains.layout.ranks_per_chain
-    return 0 < (seen.num_data or 0) <= seen_at_once and not any(isinstance(layer, _DropoutNd) for layer in layers)
 
 
 def chance_nll(chains: Chains) -> float | None:

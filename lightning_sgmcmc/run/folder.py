@@ -198,7 +198,8 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
             return path
         best = max(best, (count, path), key=lambda pair: pair[0])
     if best[0] < 0 and foreign is not None:
-        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved["run"]), None)
+        stores = (aside for aside in aside_folders(foreign) if (aside / MANIFEST).exists())
+        theirs = next((aside for aside in stores if DiskStore(aside).run_id == saved["run"]), None)
         remedy = f"pass dirpath='{theirs}', where its own are" if theirs else "pass the folder of its own as dirpath"
         raise ValueError(f"{foreign} holds the samples of another run than the checkpoint's: {remedy}")
     raise ValueError(
@@ -269,7 +270,3 @@ def _samples_there(saved: dict[str, Any], store: DiskStore) -> int:
     """Return how many of a checkpoint's samples a store holds."""
     records = _records_of(saved, store)
     return sum(is_regular(store.path / r.file) for r in records) if "records" in saved else len(records)
-
-
-def _run_id(path: Path) -> str | None:
-    return DiskStore(path).run_id if (path / MANIFEST).exists() else None

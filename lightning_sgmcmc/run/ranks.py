@@ -188,8 +188,9 @@ class RankWatch:
         self._trainer = trainer
         self._pulse = pulse
         self._store = store
-        self.timeout = timeout_of(trainer)
         self._limit = given_timeout(trainer)
+        # Less than the strategy's, so that the watch names the rank before a collective operation fails.
+        self.timeout = DEFAULT_TIMEOUT if self._limit is None else 0.8 * self._limit
         self._interval = min(5.0, self.timeout / 20)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
@@ -251,12 +252,6 @@ class RankWatch:
             with contextlib.suppress(Exception):
                 kill(signal.SIGKILL)
         os._exit(1)
-
-
-def timeout_of(trainer: pl.Trainer) -> float:
-    """Return the seconds without progress after which a rank hangs: less than the strategy's timeout, if one is set."""
-    given = given_timeout(trainer)
-    return DEFAULT_TIMEOUT if given is None else 0.8 * given
 
 
 def given_timeout(trainer: pl.Trainer) -> float | None:

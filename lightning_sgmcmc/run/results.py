@@ -328,15 +328,12 @@ def read_evaluation(path: Path) -> StoredEvaluation:
             raise ValueError(f"its stage is {stored.stage[:40]!r}, not {' or '.join(STAGES)}")
         if not len(stored.columns["nll"]):
             raise ValueError("it has no data")
-        if not all(map(_is_cost, (stored.samples, stored.chains, stored.gradient_evaluations, stored.seconds))):
+        costs = stored.samples, stored.chains, stored.gradient_evaluations, stored.seconds
+        if not all(math.isfinite(number) and number >= 0 for number in costs):
             raise ValueError("its counts and seconds should be finite and not negative")
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{path} is damaged: {error}") from None
     return stored
-
-
-def _is_cost(number: float) -> bool:
-    return math.isfinite(number) and number >= 0
 
 
 def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str, Tensor], str]:
