@@ -54,8 +54,8 @@ def pair_noise_variance(log_likelihood: Tensor, num_data: int, num_seen: int, re
 def attempted_pairs(attempt: int, num_slots: int) -> Tensor:
     """Return which of R-1 slot pairs (0, 1), (1, 2), … try to swap in an attempt, from 0: even and odd ones alternate.
 
-    >>> attempted_pairs(0, 5), attempted_pairs(1, 5) (tensor([ True, False,  True, False]), tensor([False,  True, False,
-    True]))
+    >>> attempted_pairs(0, 5), attempted_pairs(1, 5)
+    (tensor([ True, False,  True, False]), tensor([False,  True, False,  True]))
     """
     turns = min(2, num_slots - 1)
     return torch.arange(num_slots - 1) % turns == attempt % turns

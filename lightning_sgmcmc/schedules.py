@@ -17,8 +17,11 @@ class CyclicalPlan:
     While r(k) < β = `exploration` the chain explores (temperature 0), then it samples. Each cycle draws the same number
     of samples, evenly spaced up to its end. If M does not divide K, the last cycle is shorter.
 
-    >>> plan = CyclicalPlan(total_steps=20, num_cycles=2, exploration=0.5, samples_per_cycle=2) >>> plan.sample_steps()
-    [8, 10, 18, 20] >>> [round(plan.lr_factor(step), 2) for step in (1, 6, 10, 11)] [1.0, 0.5, 0.02, 1.0]
+    >>> plan = CyclicalPlan(total_steps=20, num_cycles=2, exploration=0.5, samples_per_cycle=2)
+    >>> plan.sample_steps()
+    [8, 10, 18, 20]
+    >>> [round(plan.lr_factor(step), 2) for step in (1, 6, 10, 11)]
+    [1.0, 0.5, 0.02, 1.0]
     """
 
     total_steps: int
@@ -87,9 +90,11 @@ class AveragingPlan:
 
     Source: Maddox et al. 2019 (SWAG), Algorithm 1; the cycles as in Zhang et al. 2020 (cSG-MCMC), eq. (2).
 
-    >>> plan = AveragingPlan(20, 2, collection=0.4, lr_factor=0.5, every_n_steps=2) >>> [step for step in range(1, 21)
-    if plan.collects(step)] [8, 10, 18, 20] >>> [round(plan.lr_factor_of(step), 2) for step in (1, 4, 7, 10, 11)] [1.0,
-    0.75, 0.5, 0.5, 1.0]
+    >>> plan = AveragingPlan(20, 2, collection=0.4, lr_factor=0.5, every_n_steps=2)
+    >>> [step for step in range(1, 21) if plan.collects(step)]
+    [8, 10, 18, 20]
+    >>> [round(plan.lr_factor_of(step), 2) for step in (1, 4, 7, 10, 11)]
+    [1.0, 0.75, 0.5, 0.5, 1.0]
     """
 
     total_steps: int
@@ -243,8 +248,9 @@ class WarmUpAndDecay:
     K are the steps, W those of the warm-up, and u the elapsed share of the other K - W. Each stage begins with a linear
     rise: over a tenth of the warm-up, and over 30 steps. The draws are spread evenly over the second stage.
 
-    >>> stages = WarmUpAndDecay(100, 0.2, 4) >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21) ((40,
-    60, 80, 100), True, False)
+    >>> stages = WarmUpAndDecay(100, 0.2, 4)
+    >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)
+    ((40, 60, 80, 100), True, False)
     """
 
     total_steps: int

@@ -23,7 +23,10 @@ def device_text(device: torch.device) -> str:
 def derive_seed(seed: int, *names: int | str) -> int:
     """Return a seed in [0, 2^63), a function of `seed` and all `names`, the same on every machine and rank.
 
-    >>> derive_seed(0, "noise", 1) 6545564728581758268 >>> derive_seed(0, "noise", 2) != derive_seed(0, "noise", 1) True
+    >>> derive_seed(0, "noise", 1)
+    6545564728581758268
+    >>> derive_seed(0, "noise", 2) != derive_seed(0, "noise", 1)
+    True
     """
     text = "/".join(str(part) for part in (seed, *names))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

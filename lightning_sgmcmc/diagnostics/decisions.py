@@ -184,8 +184,8 @@ def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iteratio
 
     Source: Yao et al. 2018 (Using stacking to average Bayesian predictive distributions), section 3.
 
-    >>> stacking_weights(torch.tensor([[-1.0, -1.0], [-9.0, -9.0]]), pseudo_count=0.0).round(decimals=3).tolist() [1.0,
-    0.0]
+    >>> stacking_weights(torch.tensor([[-1.0, -1.0], [-9.0, -9.0]]), pseudo_count=0.0).round(decimals=3).tolist()
+    [1.0, 0.0]
     """
     logs = widest(log_densities)
     samples, data = logs.shape

@@ -37,8 +37,8 @@ def epoch_means(trace: Tensor, epochs: Tensor, sizes: Tensor) -> Tensor:
     An epoch's batches contain every datum once, so the noise of a batch's choice cancels to first order: Σ_b n_b·L_b(w)
     = N·L(w). Epochs of which a part is missing are left out; fewer than 8 return the trace itself.
 
-    >>> epoch_means(torch.arange(20.0)[None], torch.arange(20) // 2, torch.ones(20))[0, :3] tensor([0.5000, 2.5000,
-    4.5000], dtype=torch.float64)
+    >>> epoch_means(torch.arange(20.0)[None], torch.arange(20) // 2, torch.ones(20))[0, :3]
+    tensor([0.5000, 2.5000, 4.5000], dtype=torch.float64)
     """
     trace = widest(trace)
     _, index, counts = epochs.unique_consecutive(return_inverse=True, return_counts=True)
@@ -169,8 +169,10 @@ def covariance(first: Tensor, second: Tensor) -> Covariance:
         first: a, shape (chain, draw) or (chain, draw, K).
         second: b, likewise, with P.
 
-    >>> draws = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0)) >>> found = covariance(draws, 3 *
-    draws) >>> round(float(found.value)), bool(found.error < 0.1) (3, True)
+    >>> draws = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
+    >>> found = covariance(draws, 3 * draws)
+    >>> round(float(found.value)), bool(found.error < 0.1)
+    (3, True)
     """
     a, b = (widest(t)[..., None] if t.dim() == 2 else widest(t) for t in (first, second))
     if a.dim() != 3 or b.dim() != 3 or a.shape[:2] != b.shape[:2]:

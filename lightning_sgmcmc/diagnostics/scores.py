@@ -206,7 +206,8 @@ def calibration_error(probabilities: Tensor, target: Tensor, bins: int = CALIBRA
         probabilities: shape (n, K).
         target: labels in 0..K-1, shape (n,).
 
-    >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]]) >>> calibration_error(certain, torch.tensor([0, 1]))
+    >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    >>> calibration_error(certain, torch.tensor([0, 1]))
     tensor(0.5000)
     """
     confidence, predicted = probabilities.max(-1)
@@ -265,7 +266,9 @@ def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float
 
     For the paired difference of two predictions pass the difference of each datum. The resamples have a fixed seed.
 
-    >>> low, high = mean_interval(torch.arange(100.0)) >>> 43 < low < 45 and 54 < high < 56 True
+    >>> low, high = mean_interval(torch.arange(100.0))
+    >>> 43 < low < 45 and 54 < high < 56
+    True
     """
     if len(values) < 2:
         return math.nan, math.nan
