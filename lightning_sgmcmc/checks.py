@@ -102,7 +102,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-_SENSES = {
+_SENSES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("learning_rate", "step_size", "stepsize", "eta"): ("lr",),
     ("burn_in", "burnin"): ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
     ("warmup",): ("warm_up", "burn_in_steps", "exploration", "warm_up_steps"),
