@@ -2,7 +2,7 @@
 
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, TensorBatches
 from lightning_sgmcmc.datamodules.corruptions import CorruptedDataModule
-from lightning_sgmcmc.datamodules.datasets import DatasetDataModule
+from lightning_sgmcmc.datamodules.datasets import DatasetDataModule, StreamDataModule
 from lightning_sgmcmc.datamodules.image_folder import ImageFolderDataModule
 from lightning_sgmcmc.datamodules.image_sets import (
     CIFAR10DataModule,
@@ -13,7 +13,6 @@ from lightning_sgmcmc.datamodules.image_sets import (
     SVHNDataModule,
 )
 from lightning_sgmcmc.datamodules.images import ImageDataModule
-from lightning_sgmcmc.datamodules.stream import StreamDataModule
 from lightning_sgmcmc.datamodules.table import TableDataModule
 from lightning_sgmcmc.datamodules.uci import (
     AirfoilDataModule,

@@ -19,12 +19,7 @@ ATTEMPTS = 10
 
 
 def random_crop(images: Tensor, padding: int) -> Tensor:
-    """Pad each image with `padding` pixels of 0 and return a random window of the original size.
-
-    Args:
-        images: shape (n, C, H, W).
-        padding: pixels, >= 0; the (2·padding + 1)² windows are equally likely.
-    """
+    """Pad images (n, C, H, W) with pixels of 0, and return a random window of the original size of each."""
     count, _, height, width = images.shape
     top, left = torch.randint(2 * padding + 1, (2, count), device=images.device)
     windows = pad(images, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
@@ -45,17 +40,11 @@ def random_erase(
     area: tuple[float, float] = ERASED_AREA,
     aspect: tuple[float, float] = ERASED_ASPECT,
 ) -> Tensor:
-    """Return the images, each with one random rectangle set to 0, with the given probability.
+    """Return the images (n, C, H, W), each with one random rectangle set to 0, with the given probability.
 
     The rectangle's share of the image is drawn uniformly from `area` and its ratio of height to width from `aspect`,
     until it is smaller than the image in both directions; then its position is drawn. After ten failed attempts (for
     the default ranges fewer than one image in a million) the image is left unchanged.
-
-    Args:
-        images: shape (n, C, H, W).
-        probability: that an image loses a rectangle, in [0, 1].
-        area: smallest and largest share of the image.
-        aspect: smallest and largest ratio of height to width.
 
     Source: Zhong et al. 2020, Random erasing data augmentation, algorithm 1.
     """
@@ -73,10 +62,9 @@ def _kept(
     area: tuple[float, float] = ERASED_AREA,
     aspect: tuple[float, float] = ERASED_ASPECT,
 ) -> Tensor:
-    """Return which pixels `random_erase` keeps, shape (n, 1, H, W).
+    """Return which pixels of (n, C, H, W) `random_erase` keeps, shape (n, 1, H, W).
 
     Args:
-        images: shape (n, C, H, W).
         shapes: uniform numbers for area and aspect of each attempt, shape (2, n, attempts).
         places: uniform numbers that choose the image and the rectangle's position, shape (3, n, 1).
     """
@@ -103,14 +91,9 @@ def _span(length: Tensor, place: Tensor, size: int) -> Tensor:
 
 
 class Augmentation:
-    """Transforms a training batch of bytes: crop, flip, normalise, erase.
+    """Transforms a training batch of bytes: crop, flip, normalise, erase, each where it is asked for.
 
     The crop sees black (0) around an image; erased pixels are 0 after normalisation, the training part's mean.
-
-    Args:
-        normalise: turns bytes into floats.
-        padding: pixels around the image before it is cropped to its size; 0 does not crop.
-        erasing: probability that an image loses a rectangle; 0 erases nothing.
     """
 
     def __init__(
@@ -133,12 +116,7 @@ class Augmentation:
         return random_erase(images, self.erasing) if self.erasing else images
 
     def of_rows(self, images: Tensor, index: Tensor) -> Tensor:
-        """Return the augmented images with these indices.
-
-        Args:
-            images: all images, shape (N, C, H, W).
-            index: int64, shape (n,).
-        """
+        """Return the augmented images with the indices (n,), of all images (N, C, H, W)."""
         if images.device.type != "cuda":
             return self(images[index])
         if self._compiled is None:
@@ -146,11 +124,9 @@ class Augmentation:
         return self._compiled(images, index, torch.rand(3 + 2 * ATTEMPTS + 3, len(index), device=images.device))
 
     def apply(self, images: Tensor, index: Tensor, uniform: Tensor) -> Tensor:
-        """Return the augmented images with these indices as a function of uniform random numbers.
+        """Return the augmented images with the indices (n,), of all (N, C, H, W), as a function of uniform numbers.
 
         Args:
-            images: all images, shape (N, C, H, W).
-            index: int64, shape (n,).
             uniform: in [0, 1), shape (26, n): the window's row and column, the flip, area and aspect of ten attempts at
                 a rectangle, whether it is erased, its row and its column.
         """
@@ -176,9 +152,3 @@ class Augmentation:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_compiled": None}  # compiled functions cannot be copied
-
-
-def check_probability(name: str, value: float) -> None:
-    """Raise unless a probability is in [0, 1]."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {value}")

@@ -209,10 +209,10 @@ class ArrayDataModule(pl.LightningDataModule):
         split = self.splits[part]
         if len(split.targets) == 0:
             return []  # how Lightning expresses that there is no loader
+        transform = self.train_transform() if train else self.transform()
+        dataset = TensorBatches(split.inputs, split.targets, transform=transform)
         if not train:
-            dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
             return evaluation_loader(dataset, self.batch_size)
-        dataset = TensorBatches(split.inputs, split.targets, transform=self.train_transform())
         return ResumableLoader(dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self))
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -78,13 +78,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Tensor, float, torch.Generator], Tensor],
 
 
 def corrupted(images: Tensor, corruption: str, severity: int, seed: int = 0) -> Tensor:
-    """Return corrupted images in [0, 1], a function of the arguments alone.
-
-    Args:
-        images: shape (n, C, H, W), in [0, 1].
-        corruption: a name in `CORRUPTIONS`.
-        severity: 1 to 5, or 0 for unchanged images.
-        seed: of the noise.
+    """Return corrupted images (n, C, H, W) in [0, 1], a function of the arguments alone; severity 0 changes nothing.
 
     Source: Hendrycks & Dietterich 2019.
     """

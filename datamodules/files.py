@@ -65,12 +65,7 @@ def _read_member(path: Path, arrays: "np.lib.npyio.NpzFile", name: str) -> np.nd
 
 
 def to_images(array: np.ndarray, shape: tuple[int, int, int], where: str) -> Tensor:
-    """Return images as bytes of shape (n, C, H, W).
-
-    Args:
-        array: uint8, of shape (n, C, H, W), (n, H, W, C), or (n, H, W) where C is 1.
-        shape: (C, H, W).
-    """
+    """Return uint8 images (n, C, H, W), (n, H, W, C), or (n, H, W) if C is 1, as (n, C, H, W), by their (C, H, W)."""
     channels, height, width = shape
     accepted = [(channels, height, width), (height, width, channels), *([(height, width)] if channels == 1 else [])]
     if array.dtype != np.uint8 or array.shape[1:] not in accepted or len(array) == 0:
@@ -84,12 +79,7 @@ def to_images(array: np.ndarray, shape: tuple[int, int, int], where: str) -> Ten
 
 
 def to_labels(array: np.ndarray, count: int, first: int, last: int, where: str) -> Tensor:
-    """Return class labels as int64 of shape (n,).
-
-    Args:
-        array: integers, of shape (n,) or (n, 1).
-        count: n.
-    """
+    """Return class labels, integers of shape (n,) or (n, 1), as int64 of shape (n,)."""
     if array.dtype.kind not in "iu" or array.shape not in ((count,), (count, 1)):
         raise ValueError(f"{where} should be {count} integers, got {array.dtype} of shape {array.shape}")
     if array.min() < first or array.max() > last:
@@ -137,11 +127,7 @@ class _ArrayUnpickler(NumpyUnpickler):
 
 
 def read_dumped_array(path: Path, largest: int) -> np.ndarray:
-    """Return the array that `joblib.dump` wrote, as scikit-learn's downloads do.
-
-    Args:
-        largest: largest size of the array's elements, in bytes.
-    """
+    """Return the array, of a limited size in bytes, that `joblib.dump` wrote, as scikit-learn's downloads do."""
     content = read_regular(path, largest + OVERHEAD)
     try:
         if not content.startswith(b"\x80"):

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
+from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules.base import Split, check_fractions, random_split
 from lightning_sgmcmc.datamodules.files import one_line
 from lightning_sgmcmc.datamodules.images import ImageDataModule
@@ -90,7 +89,7 @@ class ImageFolderDataModule(ImageDataModule):
         check_count("size", size, optional=False)
         check_count("limit", limit)
         check_fractions(val_fraction, test_fraction)
-        check_probability("random_erasing", random_erasing)
+        check_within("random_erasing", random_erasing, "[0, 1]")
         self.root = Path(root)
         self.image_shape = (1 if grey else 3, size, size)
         self.val_fraction = val_fraction
@@ -101,8 +100,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.limit = limit
 
     def train_transform(self) -> Callable[[Tensor], Tensor]:
-        padding, flips = (self.image_shape[1] // 8, self.flips) if self.augment else (0, False)
-        return Augmentation(self.transform(), padding, flips, self.random_erasing)
+        return self._augmented(self.augment, self.flips, self.random_erasing)
 
     def load(self) -> tuple[Split, Split, Split]:
         files = files_by_class(self.root / "train")
@@ -142,11 +140,7 @@ class ImageFolderDataModule(ImageDataModule):
 
 
 def files_by_class(folder: Path, classes: Iterable[str] | None = None) -> dict[str, list[Path]]:
-    """Return the image files of each class's folder, in the names' order.
-
-    Args:
-        classes: the names that it must have; None takes what it has, at least two.
-    """
+    """Return the image files of each class's folder, in the names' order: of these classes, or at least two."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a folder: put the images of each class into {folder}/<class>, and those of the test "
@@ -181,11 +175,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def read_images(paths: Iterable[Path], shape: tuple[int, int, int]) -> Tensor:
-    """Return images as bytes of shape (n, C, H, W), cropped to their centre and resized.
-
-    Args:
-        shape: (C, H, W), where C is 1 or 3.
-    """
+    """Return images as bytes of shape (n, C, H, W), cropped to their centre and resized, where C is 1 or 3."""
     chosen = list(paths)
     images = np.empty((len(chosen), *shape), np.uint8)
     room = _Room(MOST_PIXELS)
@@ -246,10 +236,7 @@ class _OtherRange(ValueError):
 
 
 def _white_of(mode: str, kind: str | None, path: Path) -> float | None:
-    """Return the number that is white in an image of more than 8 bits, None for others, which Pillow converts.
-
-    Pillow cuts larger numbers off at 255, which makes such images white.
-    """
+    """Return the number that is white in an image of over 8 bits, where Pillow cuts off at 255; None for others."""
     if mode.startswith("I;16") or (mode == "I" and kind in ("PNG", "PPM")):  # older versions read 16 bits as "I"
         return 65535.0
     if mode == "F":

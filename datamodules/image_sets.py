@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.datamodules.base import Split, random_split
 from lightning_sgmcmc.datamodules.files import find_file, one_line, read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.images import ImageDataModule, Normalise
@@ -26,16 +26,12 @@ class TorchvisionDataModule(ImageDataModule):
 
     dataset: str
     """The class in `torchvision.datasets`; in lower case, the name of folder and `.npz` file."""
-    train_size: int
+    num_classes = 10
+    train_size = 60_000
     """Number of images that torchvision's training part has."""
+    image_shape = (1, 28, 28)
 
-    def __init__(
-        self,
-        root: str | Path = "data",
-        batch_size: int = 100,
-        val_size: int = 5000,
-        **shared: Any,
-    ) -> None:
+    def __init__(self, root: str | Path = "data", batch_size: int = 100, val_size: int = 5000, **shared: Any) -> None:
         super().__init__(batch_size, **shared)
         if not 0 <= val_size < self.train_size:
             raise ValueError(f"val_size must be between 0 and {self.train_size - 1}, got {val_size}")
@@ -125,9 +121,9 @@ class AugmentedDataModule(TorchvisionDataModule):
     The arguments are those of `CIFAR10DataModule`.
     """
 
+    train_size = 50_000
     image_shape = (3, 32, 32)
-    padding = 4
-    flips: bool
+    flips = True
     """Whether a mirror image has the same class."""
 
     def __init__(
@@ -141,13 +137,12 @@ class AugmentedDataModule(TorchvisionDataModule):
         **shared: Any,
     ) -> None:
         super().__init__(root, batch_size, val_size, flatten=False, **shared)
-        check_probability("random_erasing", random_erasing)
+        check_within("random_erasing", random_erasing, "[0, 1]")
         self.augment = augment
         self.random_erasing = random_erasing
 
     def train_transform(self) -> Callable[[Tensor], Tensor]:
-        padding, flips = (self.padding, self.flips) if self.augment else (0, False)
-        return Augmentation(self.transform(), padding, flips, self.random_erasing)
+        return self._augmented(self.augment, self.flips, self.random_erasing)
 
 
 def _labels(dataset: Any) -> Any:
@@ -176,9 +171,6 @@ class MNISTDataModule(TorchvisionDataModule):
     """
 
     dataset = "MNIST"
-    num_classes = 10
-    train_size = 60_000
-    image_shape = (1, 28, 28)
 
 
 class FashionMNISTDataModule(TorchvisionDataModule):
@@ -191,9 +183,6 @@ class FashionMNISTDataModule(TorchvisionDataModule):
     """
 
     dataset = "FashionMNIST"
-    num_classes = 10
-    train_size = 60_000
-    image_shape = (1, 28, 28)
 
 
 class CIFAR10DataModule(AugmentedDataModule):
@@ -223,9 +212,6 @@ class CIFAR10DataModule(AugmentedDataModule):
     """
 
     dataset = "CIFAR10"
-    num_classes = 10
-    train_size = 50_000
-    flips = True
 
 
 class CIFAR100DataModule(AugmentedDataModule):
@@ -239,8 +225,6 @@ class CIFAR100DataModule(AugmentedDataModule):
 
     dataset = "CIFAR100"
     num_classes = 100
-    train_size = 50_000
-    flips = True
 
 
 class SVHNDataModule(AugmentedDataModule):
@@ -253,7 +237,6 @@ class SVHNDataModule(AugmentedDataModule):
     """
 
     dataset = "SVHN"
-    num_classes = 10
     train_size = 73_257
     flips = False
 

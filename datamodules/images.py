@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
+from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 
@@ -78,6 +79,11 @@ class ImageDataModule(ArrayDataModule):
     def normalises(self) -> bool:
         return True
 
+    def _augmented(self, augment: bool, flips: bool, random_erasing: float) -> Augmentation:
+        """Return the transform of training batches, which crops by an eighth of the height."""
+        padding, flips = (self.image_shape[1] // 8, flips) if augment else (0, False)
+        return Augmentation(self.transform(), padding, flips, random_erasing)
+
     def _normalise_by(self, images: Tensor) -> None:
         """Normalise by the statistics of these images, the training part."""
         mean, std = pixel_statistics(images)
@@ -125,11 +131,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 class Normalise:
-    """Turns bytes into floats: (x/255 - mean)/std.
-
-    Args:
-        mean, std: of the pixels in [0, 1]: one number, or one for each channel of images (n, C, H, W).
-    """
+    """Turns bytes into floats, (x/255 - mean)/std, by one number or one for each channel of images (n, C, H, W)."""
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         self.mean = mean
@@ -154,11 +156,8 @@ def _per_channel(value: float | Sequence[float]) -> float | Tensor:
 def pixel_statistics(images: Tensor) -> tuple[float | list[float], float | list[float]]:
     """Return the mean and the standard deviation of the pixels x/255 by channel; for a single channel, plain numbers.
 
-    They are computed exactly from the counts of the 256 values, without a copy of the images as floats. A constant
-    channel gets the standard deviation 1, so that it is only centred.
-
-    Args:
-        images: uint8, shape (n, C, H, W), n > 0.
+    They come from the counts of the 256 values of images (n, C, H, W), without a copy as floats. A constant channel has
+    the standard deviation 1, so that it is only centred.
     """
     counts = torch.stack([channel.reshape(-1).bincount(minlength=256) for channel in images.unbind(1)]).double()
     values = torch.arange(256, dtype=torch.float64) / 255

@@ -198,11 +198,8 @@ def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
 def _rows(splits: Sequence[Any], count: int, are_scaled: bool) -> list[Tensor]:
     """Return the rows of the three parts."""
     parts = [torch.as_tensor(np.asarray(part)).reshape(-1) for part in splits]
-    if (
-        len(parts) != 3
-        or (len(parts[0]) == 0 and not are_scaled)
-        or any(len(p) and p.is_floating_point() for p in parts)
-    ):
+    is_odd = len(parts) != 3 or any(len(part) and part.is_floating_point() for part in parts)
+    if is_odd or (len(parts[0]) == 0 and not are_scaled):
         raise ValueError(
             f"splits must be the row numbers of the training, validation and test part, got {len(parts)} parts of "
             f"{', '.join(str(len(part)) for part in parts)} rows"
@@ -247,8 +244,6 @@ class Targets:
 
     Attributes:
         values: float64 (n, D) of numbers and counts, int64 (n,) of classes.
-        task: what they are.
-        names: of their columns, if they have any.
         classes: the classes' names in the order of their labels, if the values were names.
         is_said: whether the user has said the task.
     """
@@ -280,14 +275,12 @@ def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targe
     values = as_tensor("y", _numeric(y))
     if values.dim() == 2 and values.shape[1] == 1:
         values = values[:, 0]
-    if values.dim() == 0 or len(values) == 0:
+    if values.dim() not in (1, 2) or len(values) == 0:
         raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if values.is_floating_point():
         _check_observed(values, task)
     if task is None:
         return _guessed(values, names)
-    if values.dim() > 2:
-        raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if task == "regression":
         return Targets(_columns(values), "regression", names)
     if task == "counts":
@@ -302,8 +295,6 @@ def _guessed(values: Tensor, names: tuple[Any, ...]) -> Targets:
     count = len(known.unique())
     whole = not values.is_floating_point() or bool((known == known.round()).all())
     remedy = "say which they are by task='classes', 'regression' or 'counts'"
-    if values.dim() > 2:
-        raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if values.dim() != 1 and not values.is_floating_point():
         raise ValueError(
             f"y has shape {tuple(values.shape)} and whole numbers, which could be several classes or numbers of each "

@@ -87,16 +87,13 @@ def names_other_lightning(*modules: str) -> bool:
         return False
     for name in (*modules, "__main__"):
         values = list(vars(sys.modules.get(name, sys)).values())
-        origins = {v.__name__ if inspect.ismodule(v) else v.__module__ for v in values if _is_named(v)}
+        origins = {value.__name__ for value in values if inspect.ismodule(value)}
+        origins |= {value.__module__ for value in values if inspect.isclass(value)}
         ours = any(f"{origin}.".startswith("pytorch_lightning.") for origin in origins)
         theirs = any(origin == "lightning" or f"{origin}.".startswith("lightning.pytorch.") for origin in origins)
         if theirs and not ours:
             return True
     return False
-
-
-def _is_named(value: Any) -> bool:
-    return inspect.ismodule(value) or inspect.isclass(value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -105,38 +102,25 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    "learning_rate": ("lr",),
-    "step_size": ("lr",),
-    "stepsize": ("lr",),
-    "eta": ("lr",),
-    "burn_in": ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
-    "burnin": ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
-    "warmup": ("warm_up", "burn_in_steps", "exploration", "warm_up_steps"),
-    "thinning": ("every_n_steps", "every_n_samples"),
-    "thin": ("every_n_steps", "every_n_samples"),
-    "weight_decay": ("prior",),
-    "prior_std": ("prior", "std"),
-    "scale": ("std",),
-    "sigma": ("std",),
-    "chains": ("num_chains",),
-    "optimizer": ("sampler",),
-    "model": ("net",),
-    "network": ("net",),
-    "module": ("net",),
-    "loss": ("likelihood",),
-    "loss_fn": ("likelihood",),
-    "criterion": ("likelihood",),
-    "momentum": ("friction",),
-    "dataset_size": ("num_data",),
-    "train_size": ("num_data",),
-    "samples": ("num_draws", "max_samples", "samples_per_cycle"),
-    "num_samples": ("num_draws", "max_samples", "samples_per_cycle"),
-    "cycles": ("num_cycles",),
-    "folder": ("dirpath",),
-    "path": ("dirpath",),
-    "save_dir": ("dirpath",),
+_SENSES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("learning_rate", "step_size", "stepsize", "eta"): ("lr",),
+    ("burn_in", "burnin"): ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
+    ("warmup",): ("warm_up", "burn_in_steps", "exploration", "warm_up_steps"),
+    ("thinning", "thin"): ("every_n_steps", "every_n_samples"),
+    ("weight_decay",): ("prior",),
+    ("prior_std",): ("prior", "std"),
+    ("scale", "sigma"): ("std",),
+    ("chains",): ("num_chains",),
+    ("optimizer",): ("sampler",),
+    ("model", "network", "module"): ("net",),
+    ("loss", "loss_fn", "criterion"): ("likelihood",),
+    ("momentum",): ("friction",),
+    ("dataset_size", "train_size"): ("num_data",),
+    ("samples", "num_samples"): ("num_draws", "max_samples", "samples_per_cycle"),
+    ("cycles",): ("num_cycles",),
+    ("folder", "path", "save_dir"): ("dirpath",),
 }
+OTHER_WORDS = {word: names for words, names in _SENSES.items() for word in words}
 """What other libraries call an argument, and its names here; a class has one of them."""
 
 

@@ -36,10 +36,7 @@ def is_compiled(choice: Compile, device: torch.device) -> bool:
 
 @cache
 def why_not_compiled(device_type: str) -> str | None:
-    """Return why `torch.compile` does not work on a type of device, None if it does.
-
-    It compiles one addition, once in a process.
-    """
+    """Return why `torch.compile` does not work on a type of device, by one addition in a process; None if it does."""
     try:
         torch.compile(_add_one, dynamic=False)(torch.zeros(8, device=device_type))
     except Exception as error:  # of Dynamo, Triton or a compiler that is missing
@@ -58,10 +55,8 @@ def compiled_if_possible(
     """Return a function compiled, which runs as it is from the first call on that cannot be compiled.
 
     The first call may fail in any way; a later one only in the compiler, at a new shape. The backward pass is compiled
-    with the forward pass and not at its first use, where nothing could be done about a failure.
-
-    Args:
-        varies: the place of the only argument whose shapes vary; None for all.
+    with the forward pass, since nothing could be done about a failure at its first use. `varies` is the place of the
+    only argument whose shapes vary.
     """
     present: Callable[..., Result] = torch.compile(function, **options)
     shapes = Shapes(what)

@@ -24,11 +24,8 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def product(inner: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """Return P_1…P_c·V·Q_1…Q_d, shape (outputs, inputs, …).
 
-    Args:
-        inner: V, the weight of a linear or convolution layer, shape (outputs, inputs, …); the matrices mix its outputs
-            and its inputs, at each place of a kernel alike.
-        left: P_1, …, P_c, each of shape (outputs, outputs).
-        right: Q_1, …, Q_d, each of shape (inputs, inputs).
+    V is the weight of a linear or convolution layer, whose outputs the P (outputs, outputs) mix, and whose inputs the Q
+    (inputs, inputs), at each place of a kernel alike.
     """
     weight = inner.flatten(1)
     for factor in reversed(left):
@@ -40,12 +37,7 @@ def product(inner: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]) -> T
 
 
 class Product(nn.Module):
-    """A parametrization by `product`, with identities as matrices at first.
-
-    Args:
-        left: c.
-        right: d.
-    """
+    """A parametrization by `product`, with identities as matrices at first."""
 
     plain: Tensor | None
 
@@ -141,14 +133,7 @@ def _check_weights(network: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 class Expansion(NamedTuple):
-    """An expanded weight in a module.
-
-    Attributes:
-        name: of the plain layer's weight.
-        factors: names of V, P_1, …, Q_1, ….
-        rule: their product.
-        slot: name of the buffer that takes the product's place.
-    """
+    """An expanded weight: the plain name, the names of V, P_1, …, Q_1, …, their rule, and the buffer in its place."""
 
     name: str
     factors: tuple[str, ...]
@@ -191,11 +176,7 @@ def plain_type(layer: nn.Module) -> type[nn.Module]:
 
 
 def collapsed(tensors: Mapping[str, Tensor], module: nn.Module, num_chains: int = 1) -> dict[str, Tensor]:
-    """Return tensors by name with the product of each expanded weight instead of its factors, in the plain order.
-
-    Args:
-        num_chains: C; with more than one, the tensors have a leading chain axis.
-    """
+    """Return tensors by name, of C stacked chains if C > 1, with expanded weights' products in their factors' place."""
     expansions = [expansion for expansion in expansions_of(module) if expansion.factors[0] in tensors]
     if not expansions:
         return dict(tensors)

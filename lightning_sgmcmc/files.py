@@ -77,13 +77,7 @@ def is_regular(path: Path) -> bool:
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
-    """Raise unless a path is a file itself, of a limited size.
-
-    Folders that come from elsewhere can hold links to other files, and pipes or devices that never end.
-
-    Args:
-        limit: its largest size, in bytes.
-    """
+    """Raise unless a path is a file itself: a folder from elsewhere can hold links, and pipes that never end."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.EINVAL, "it is a link, and links are not followed: replace it by the file")
@@ -114,12 +108,7 @@ def _parse_integer(text: str) -> int:
 
 
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
-    """Write a file so that a reader sees either the old or the new content; see `replacing`.
-
-    Args:
-        path: the file; its folder must exist.
-        content: the bytes to write.
-    """
+    """Write a file into an existing folder so that a reader sees either the old or the new content; see `replacing`."""
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(content)
         if durable:

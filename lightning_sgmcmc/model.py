@@ -53,16 +53,9 @@ ONLY_FOR_TRAINING = {
 
 
 class EnergyModel(pl.LightningModule):
-    """The part of a `BayesianModule` that a user defines: forward, likelihood, prior, score.
+    """The part of a `BayesianModule` that a user defines: forward, likelihood, prior, score, for one network.
 
-        U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
-
-    Its methods concern one network; chains, samplers and runs are handled elsewhere.
-
-    Args:
-        net: the network; omit it in a subclass that defines `forward`.
-        likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
-        prior: log p(θ) over all trainable parameters; a number is a Gaussian's standard deviation, None is 1.
+    U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
     """
 
     def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | float | None) -> None:
@@ -192,12 +185,7 @@ class EnergyModel(pl.LightningModule):
         return self.prior.log_prob(of_prior(self))
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """Return the quantities that an evaluation averages over samples.
-
-        Returns:
-            log p(y|x,θ) for each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (no terms and
-            None if the module defines log_likelihood and has no likelihood).
-        """
+        """Return log p(y|x,θ) of each datum (n,), and the likelihood's terms and targets (None without one)."""
         if self.likelihood is None:
             return self.log_likelihood(batch), {}, None
         output, target = self.output_and_target(batch)
@@ -347,12 +335,7 @@ def check_layers(model: nn.Module) -> None:
 
 
 def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
-    """Raise unless a log-likelihood has one number per datum.
-
-    Args:
-        log_likelihood: shape (n,), or (C, n) with `chains`.
-        chains: whether it has a leading chain axis.
-    """
+    """Raise unless a log-likelihood has one number per datum, shape (n,), or (C, n) with `chains`."""
     if log_likelihood.dim() != (2 if chains else 1):
         shape = tuple(log_likelihood.shape[1:] if chains else log_likelihood.shape)
         raise ValueError(

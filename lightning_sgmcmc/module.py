@@ -302,9 +302,7 @@ class BayesianModule(ChainModel):
         in_fit = self.trainer.state.fn == "fit"
         if not in_fit and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples are evaluated, not the chain's last state
-        if batch_idx == 0 and (
-            self.trainer.sanity_checking or not in_fit
-        ):  # else the first training batches were checked
+        if batch_idx == 0 and (self.trainer.sanity_checking or not in_fit):  # else training batches were checked
             check_batch(self, self.chains.stacked, batch)
         each = each_log_likelihood(self, self.num_chains, batch)
         self.chains.observed.validation.add(each)

@@ -48,11 +48,8 @@ def as_plain(value: Any, finite: bool = False) -> Any:
 def from_plain(kind: Any, content: Any, place: str = "it", lenient: bool = False) -> Any:
     """Return a value of an annotation from the plain values of a file, which may come from anywhere.
 
-    Missing entries have their defaults, and unknown ones are ignored. None is NaN where a number is expected.
-
-    Args:
-        lenient: whether a single value of the wrong kind, or a number that is not finite, counts as missing. A
-            dictionary or a list of the wrong kind raises in any case.
+    Missing entries have their defaults, unknown ones are ignored, and None is NaN where a number is expected. If
+    lenient, a single value of the wrong kind or a number that is not finite counts as missing.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):

@@ -27,17 +27,9 @@ def log_swap_rate(
 
         δ·(Ũ_cold - Ũ_hot - δ·variance/correction),   δ = 1/τ_cold - 1/τ_hot
 
-    With a correction of 1 and Gaussian noise of twice that variance on the difference of the energies, the mean rate is
-    the rate without noise. The cap at 1 leaves a bias that grows with the noise.
-
-    Args:
-        colder_energy: U or its estimate at the chain with the lower temperature, in nats, any shape.
-        hotter_energy: the same for the chain with the higher temperature.
-        colder_temperature: τ_cold > 0.
-        hotter_temperature: τ_hot > 0.
-        variance: half the noise variance of the difference of the two energies, in nats²: the variance of ONE energy
-            if both have independent noise of the same size.
-        correction: F ≥ 1, which divides the variance; a larger F swaps more often, with some bias.
+    `variance`, in nats², is half that of the Gaussian noise on the difference of the two energies; with a correction of
+    1 the mean rate is then the rate without noise. The cap at 1 leaves a bias that grows with the noise, and a larger
+    correction swaps more often, with some bias.
 
     Source: Deng et al. 2020 (Non-convex learning via replica exchange stochastic gradient MCMC), section 3.
     """
@@ -50,16 +42,9 @@ def pair_noise_variance(log_likelihood: Tensor, num_data: int, num_seen: int, re
 
         σ̂² = ½·N²/m·(1 - m/N)·S²,   S² the sample variance of ℓ_{r,i} - ℓ_{r+1,i} over a batch's places i
 
-    It is unbiased both for batches that the chains share, where the difference is less noisy than its parts, and for
-    independent batches, where data at the same place are unrelated and S² is the sum of both chains' variances.
-
-    Args:
-        log_likelihood: ℓ = log p(y|x,θ) of each datum of each slot's batch, shape (L, R, n), n ≥ 2.
-        num_data: N.
-        num_seen: m, data of one chain in the whole step, over its micro-batches and ranks.
-        replacement: whether the data of a step are drawn with replacement; there is then no factor (1 - m/N).
-
-    Source: Cochran 1977 (Sampling techniques), theorem 2.2, for the factor.
+    It is unbiased for batches that the chains share and for independent ones, where S² is the sum of both chains'
+    variances. ℓ are the log likelihoods of each datum of each slot's batch, shape (L, R, n), n ≥ 2; m counts the data
+    of a chain in the whole step; with replacement the factor (1 - m/N) goes (Cochran 1977, theorem 2.2).
     """
     spread = (log_likelihood[:, :-1] - log_likelihood[:, 1:]).var(-1)
     unseen = 1.0 if replacement else max(0.0, 1 - num_seen / num_data)
@@ -67,11 +52,7 @@ def pair_noise_variance(log_likelihood: Tensor, num_data: int, num_seen: int, re
 
 
 def attempted_pairs(attempt: int, num_slots: int) -> Tensor:
-    """Return which of the slot pairs (0, 1), (1, 2), … try to swap, shape (R-1,): even and odd pairs alternate.
-
-    Args:
-        attempt: number of the attempt, from 0.
-        num_slots: R ≥ 2; with two slots the only pair tries every time.
+    """Return which of R-1 slot pairs (0, 1), (1, 2), … try to swap in an attempt, from 0: even and odd ones alternate.
 
     >>> attempted_pairs(0, 5), attempted_pairs(1, 5)
     (tensor([ True, False,  True, False]), tensor([False,  True, False,  True]))
@@ -81,12 +62,7 @@ def attempted_pairs(attempt: int, num_slots: int) -> Tensor:
 
 
 def swapped(order: Tensor, accepted: Tensor) -> Tensor:
-    """Return the chain in each slot after swaps, shape (L, R).
-
-    Args:
-        order: the chain in each slot before, shape (L, R) for L ladders.
-        accepted: whether slots r and r+1 swap, shape (L, R-1); no two adjacent entries of a row are both true.
-    """
+    """Return the chain in each slot (L, R) after swaps of slots r and r+1 where accepted, (L, R-1), no two adjacent."""
     none = torch.zeros_like(accepted[:, :1])
     upward, downward = torch.cat([accepted, none], 1), torch.cat([none, accepted], 1)
     kept = torch.where(downward, order.roll(1, 1), order)

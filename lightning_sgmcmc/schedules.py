@@ -10,23 +10,12 @@ from lightning_sgmcmc.checks import check_count, check_positive, check_within
 
 @dataclass(frozen=True)
 class CyclicalPlan:
-    """The cyclical schedule of cSG-MCMC.
+    """The cyclical schedule of cSG-MCMC: M cycles in K steps (Zhang et al. 2020, eq. (2) and Algorithm 1).
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
 
-    While r(k) < β the chain explores (temperature 0), then it samples. Each cycle draws the same number of samples,
-    evenly spaced up to its end. If M does not divide K, the last cycle is shorter.
-
-    Args:
-        total_steps: K.
-        num_cycles: M.
-        exploration: β in [0, 1].
-        samples_per_cycle: number of samples drawn in each cycle.
-
-    Raises:
-        ValueError: if an argument is out of range, or a cycle's sampling stage is shorter than its samples.
-
-    Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
+    While r(k) < β = `exploration` the chain explores (temperature 0), then it samples. Each cycle draws the same number
+    of samples, evenly spaced up to its end. If M does not divide K, the last cycle is shorter.
 
     >>> plan = CyclicalPlan(total_steps=20, num_cycles=2, exploration=0.5, samples_per_cycle=2)
     >>> plan.sample_steps()
@@ -96,18 +85,8 @@ class AveragingPlan:
 
         lr_k = lr_0·[f + (1-f)·(cos(π·j/S) + 1)/2] for j < S,   lr_0·f for j ≥ S,   j = mod(k-1, P), S = ⌈(1-c)·P⌉
 
-    P = ⌈K/M⌉ is the period. The last step of a cycle is collected, and before it every n-th of the stage j ≥ S.
-
-    Args:
-        total_steps: K.
-        num_cycles: M.
-        collection: c in (0, 1], the share of a cycle in which iterates are collected.
-        lr_factor: f.
-        every_n_steps: n.
-        least: smallest number of iterates of a cycle.
-
-    Raises:
-        ValueError: if a cycle has fewer iterates than `least`.
+    P = ⌈K/M⌉ is the period, c = `collection` a share of it, f = `lr_factor`. The last step of a cycle is collected, and
+    before it every n-th of the stage j ≥ S; they must be as many as `least`.
 
     Source: Maddox et al. 2019 (SWAG), Algorithm 1; the cycles as in Zhang et al. 2020 (cSG-MCMC), eq. (2).
 
@@ -266,16 +245,8 @@ class WarmUpAndDecay:
 
         lr_k = lr_0·max(0.02, [cos(π·(k-1)/W) + 1]/2) for k ≤ W,   lr_0·[e + (1-e)·(cos(π·u) + 1)/2] after,   e = 0.1
 
-    W is the number of warm-up steps, and u the elapsed share of the other K - W. Each stage begins with a linear rise:
-    over a tenth of the warm-up, and over 30 steps. D draws are spread evenly over the second stage.
-
-    Args:
-        total_steps: K.
-        warm_up: W/K.
-        num_draws: D.
-
-    Raises:
-        ValueError: if the second stage has fewer steps than draws.
+    K are the steps, W those of the warm-up, and u the elapsed share of the other K - W. Each stage begins with a linear
+    rise: over a tenth of the warm-up, and over 30 steps. The draws are spread evenly over the second stage.
 
     >>> stages = WarmUpAndDecay(100, 0.2, 4)
     >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)

@@ -21,10 +21,7 @@ def device_text(device: torch.device) -> str:
 
 
 def derive_seed(seed: int, *names: int | str) -> int:
-    """Return a seed in [0, 2^63), a function of `seed` and of all `names`.
-
-    The value is the same on every machine, rank and Python version, so a chain's stream does not depend on where the
-    chain runs.
+    """Return a seed in [0, 2^63), a function of `seed` and all `names`, the same on every machine and rank.
 
     >>> derive_seed(0, "noise", 1)
     6545564728581758268
@@ -42,10 +39,7 @@ def fit_seed(seed: int, fit: int) -> int:
 
 
 def reseed(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch's default generators of the CPU and of `device`.
-
-    It takes a few microseconds; `torch.manual_seed` seeds every device and takes a hundred.
-    """
+    """Seed torch's default generators of the CPU and of `device` alone: `torch.manual_seed` takes 30 times as long."""
     torch.default_generator.manual_seed(seed)
     if device is None or device.type in WITHOUT_GENERATOR:
         return

@@ -15,22 +15,12 @@ Holder = TypeVar("Holder")
 
 
 def along_first_axis(values: Tensor, dim: int) -> Tensor:
-    """Return a view of shape (C, 1, …, 1) with `dim` axes, which multiplies the rows of such a tensor.
-
-    Args:
-        values: one value for each row, shape (C,).
-        dim: number of axes of the tensor to be multiplied, ≥ 1.
-    """
+    """Return one value for each row, shape (C,), as a view (C, 1, …, 1) with `dim` axes, which multiplies rows."""
     return values.view(-1, *[1] * (dim - 1))
 
 
 def as_rows(tensor: Tensor, num_chains: int) -> Tensor:
-    """Return a tensor of chains as one row for each chain, shape (C, d); a parameter without axes has d = 1.
-
-    Args:
-        tensor: with a leading chain axis where C > 1.
-        num_chains: C.
-    """
+    """Return a tensor with a leading chain axis where C > 1 as one row for each chain, shape (C, d)."""
     return tensor.reshape(num_chains, tensor.numel() // num_chains)
 
 
@@ -52,12 +42,7 @@ def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
 
 
 def for_each_tensor(factor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a factor in the shapes that multiply each of the tensors, in their dtype.
-
-    Args:
-        factor: one value, or one for each chain, shape (C,).
-        tensors: tensors of one dtype, with a leading chain axis if the factor has one.
-    """
+    """Return a factor, one value or one for each chain, in the shapes and dtype that multiply each of the tensors."""
     factor = factor.to(tensors[0].dtype)
     if factor.numel() == 1:
         return [factor.reshape(())] * len(tensors)
@@ -86,10 +71,7 @@ def exact_device(device: torch.device) -> torch.device:
 
 
 def exact(values: Tensor | float | Sequence[float]) -> Tensor:
-    """Return a tensor in float64 on its `exact_device`: for energies and sums, a few numbers for each chain.
-
-    On a device without float64 this waits for the device. A number, or several, become a tensor in the host's memory.
-    """
+    """Return a tensor in float64 on its `exact_device`, where one without float64 waits; numbers on the host."""
     if isinstance(values, Tensor):
         return (values if has_float64(values.device) else values.to("cpu")).to(torch.float64)
     return torch.as_tensor(values, dtype=torch.float64)
@@ -106,10 +88,7 @@ def widest(tensor: Tensor) -> Tensor:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, itself if it is there; the host does not wait for a CUDA device.
-
-    A copy from memory that is not pinned may wait. A device without float64 gets float32 instead.
-    """
+    """Return a tensor on a device, float32 where that has no float64; the host does not wait for a CUDA device."""
     if tensor.dtype == torch.float64 and not has_float64(device):
         tensor = tensor.to(torch.float32)
     if device.type == "cuda" and tensor.device.type == "cpu":
@@ -148,7 +127,6 @@ def mean_of(control: Control) -> float:
 
 # -- finite ------------------------------------------------------------------------------------------------------------
 
-
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of the buffers in which BatchNorm and InstanceNorm keep statistics."""
 
@@ -173,11 +151,10 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]], infinities: bool = T
 
 
 def bad_tensor(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor that rules a state out as a sample, or None.
+    """Return the name of a tensor that rules a state out as a sample, or None; it waits for the device once.
 
-    Such a tensor is a parameter with a NaN or an infinity, or a buffer with a NaN (masks often have infinities).
-    Running statistics count as parameters: an infinite one spoils every prediction. The device is waited for once if
-    all is well.
+    Such a tensor is a parameter or running statistic that is not finite, or a buffer with a NaN (masks have
+    infinities).
     """
     statistics = {name: tensor for name, tensor in buffers.items() if name.endswith(STATISTICS)}
     if statistics:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import whole_labels
 from lightning_sgmcmc.predictions.mixture import FLOOR, tempered
 from lightning_sgmcmc.tensors import widest
@@ -18,8 +19,7 @@ SMALLEST, LARGEST = 1e-2, 1e2
 def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
     """Return the temperature at which the tempered probabilities have the lowest mean NLL.
 
-    The NLL is convex in 1/T, so the optimum is the root of its derivative, mean(E_T[log p] - log p_y), found by
-    bisection.
+    The NLL is convex in 1/T, so the root of its derivative, mean(E_T[log p] - log p_y), is bisected.
 
     Args:
         probabilities: shape (n, K).
@@ -80,8 +80,7 @@ def conformal_threshold(scores: Tensor, level: float) -> Tensor:
 
     Source: Vovk et al. 2005; Lei et al. 2018, algorithm 2.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1), got {level}")
+    check_within("level", level, "(0, 1)")
     if not len(scores):
         raise ValueError("conformal prediction needs calibration data, and there are none")
     rank = math.ceil((len(scores) + 1) * level - 1e-9)
@@ -163,8 +162,7 @@ def risk_at_coverage(probabilities: Tensor, target: Tensor, coverage: float = 0.
         target: labels in 0..K-1, shape (n,).
         coverage: share of the data that are predicted, in (0, 1].
     """
-    if not 0 < coverage <= 1:
-        raise ValueError(f"coverage must be in (0, 1], got {coverage}")
+    check_within("coverage", coverage, "(0, 1]")
     risks = risk_coverage(*_errors(probabilities, target))[1]
     return risks[max(round(coverage * len(risks)), 1) - 1].float()
 
@@ -180,14 +178,9 @@ def _errors(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iterations: int = 80) -> Tensor:
     """Return the weights at which the mixture of the samples predicts held-out data best, shape (S,), float64.
 
-        maximize Σ_i log Σ_j w_j·p_j(y_i) + α·n/S·Σ_j log w_j   over w ≥ 0, Σ_j w_j = 1
+        maximize Σ_i log Σ_j w_j·p_j(y_i) + α·n/S·Σ_j log w_j   over w ≥ 0, Σ_j w_j = 1,   α = `pseudo_count`
 
-    It is found by expectation maximization from even weights; each iteration raises the objective.
-
-    Args:
-        log_densities: log p_j(y_i), shape (S, n).
-        pseudo_count: α ≥ 0, the strength of the Dirichlet prior towards even weights, over that of the data.
-        iterations: of expectation maximization.
+    Each iteration of expectation maximization from even weights raises the objective, given log p_j(y_i), shape (S, n).
 
     Source: Yao et al. 2018 (Using stacking to average Bayesian predictive distributions), section 3.
 
@@ -208,10 +201,8 @@ def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) ->
     """Return the factor f with the least Σ_i NLL_i(f) + (log f)²/(2·s²), a fit with a prior around 1.
 
     Args:
-        nll: mean NLL of the data at each factor, shape (F,).
+        nll: mean NLL of the `count` data at each factor, shape (F,).
         factors: shape (F,).
-        count: number of data.
-        prior_std: s.
     """
     penalty = widest(factors).log().square() / (2 * prior_std**2)
     return float(factors[int((count * widest(nll) + penalty).argmin())])

@@ -185,7 +185,6 @@ def wasserstein_distance(first: Tensor, second: Tensor) -> float:
 
 # -- chains ------------------------------------------------------------------------------------------------------------
 
-
 MIXED = 1.05
 """No R-hat below this is large."""
 FEWEST_EFFECTIVE = 5
@@ -275,15 +274,10 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
 
 
 def correlation_time(values: np.ndarray) -> float:
-    """Return the number of draws that are worth an independent one, (1+ρ)/(1-ρ) ≥ 1, as for AR(1).
+    """Return the number of draws (chain, draw, quantity) worth an independent one, (1+ρ)/(1-ρ) ≥ 1, as for AR(1).
 
     ρ is the autocorrelation of successive draws about their chain's mean, the mean over quantities, corrected for the
-    bias -(1+4ρ)/n of n draws; the time is at most that at which half a chain has `FEWEST_EFFECTIVE` effective draws.
-
-    Args:
-        values: shape (chain, draw, quantity).
-
-    Source: Kendall 1954 (Note on bias in the estimation of autocorrelation), for the bias.
+    bias -(1+4ρ)/n of n draws (Kendall 1954); half a chain has at least `FEWEST_EFFECTIVE` effective draws.
     """
     draws = values.shape[1]
     most = max(1.0, draws / 2 / FEWEST_EFFECTIVE)
@@ -300,16 +294,9 @@ def correlation_time(values: np.ndarray) -> float:
 def rhat_limit(chains: int, draws: int, false_alarm_rate: float, time: float = 1.0) -> float:
     """Return the upper limit of R-hat: 1.05, or for few draws the quantile that chains of one law rarely exceed.
 
-    With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
-    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded). Draws of
-    which t are worth an independent one have F/t with m·(n-1)/t degrees of freedom, since only the variance of a
-    part's mean is t times larger.
-
-    Args:
-        chains: number of chains, each split into halves; one chain is split twice.
-        draws: draws per chain.
-        false_alarm_rate: the probability that chains of one law exceed the limit.
-        time: t, from `correlation_time`.
+    With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) for independent normal draws,
+    which rank normalisation makes; R-hat is the larger of two. Draws of which t = `time` are worth an independent one
+    have F/t with m·(n-1)/t degrees of freedom. One chain is split twice, several into halves.
     """
     from scipy.special import fdtri
 
@@ -328,23 +315,16 @@ def import_arviz() -> Any:
     return arviz
 
 
-# -- batch means -------------------------------------------------------------------------------------------------------
-
+# -- means of batches of steps -----------------------------------------------------------------------------------------
 
 MAX_BATCHES = 40
-
-
-# -- means of batches of steps ----------------------------------------------------------------------------------------
 
 
 class BatchMeans:
     """Means of consecutive batches of a stream of vectors, on the stream's device.
 
-    There are at most `limit` batches: when all are full, neighbours are merged and the batch length doubles. So the
-    batches outgrow any autocorrelation of the stream, in constant memory.
-
-    Args:
-        like: a tensor with the dtype and device to use.
+    There are at most `limit` batches: when all are full, neighbours are merged and the batch length doubles, so batches
+    outgrow any autocorrelation in constant memory.
     """
 
     def __init__(self, length: int, like: Tensor, limit: int = MAX_BATCHES) -> None:
@@ -400,14 +380,9 @@ def merge_batches(means: Tensor, counts: Tensor, limit: int = MAX_BATCHES) -> tu
 
 
 def mean_and_error(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over weighted batches and its standard error.
+    """Return the mean over weighted batches, shape (B, …), B ≥ 2, and its standard error.
 
-    The error includes the correlation of neighbouring batches if it is positive, so it is safe for batches not much
-    longer than the autocorrelation time.
-
-    Args:
-        means: shape (B, …), B ≥ 2.
-        counts: the batches' lengths, shape (B,).
+    The error includes the correlation of neighbouring batches if it is positive.
     """
     weights = along_first_axis(counts / counts.sum(), means.dim())
     mean = (weights * means).sum(0)
@@ -427,13 +402,9 @@ def student_quantile(probability: float, dof: int) -> float:
 def chi_square_interval(mean: float, error: float, probability: float, dof: int) -> tuple[float, float]:
     """Return the interval of a mean of squares, from chi-square with the degrees of freedom implied by its error.
 
-        ν = 2·(mean/error)²,   [ν·mean/χ²_ν(1-p), ν·mean/χ²_ν(p)]
+        ν = 2·(mean/error)²,   [ν·mean/χ²_ν(1-p), ν·mean/χ²_ν(p)],   p a miss on either side
 
-    Args:
-        mean: the mean of squares, > 0.
-        error: its standard error.
-        probability: p, the probability of a miss on either side.
-        dof: degrees of freedom of the error itself; few widen the interval, as in Student's t.
+    The error's own degrees of freedom, `dof`, widen it as in Student's t.
     """
     from scipy.special import chdtri, ndtri
 
@@ -443,7 +414,6 @@ def chi_square_interval(mean: float, error: float, probability: float, dof: int)
 
 
 # -- bootstrap ---------------------------------------------------------------------------------------------------------
-
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 CHUNK = 2**22
@@ -455,14 +425,10 @@ CONFIDENCE = 0.95
 
 
 def resampled_means(values: Array, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """Return the means of resampled data, shape (m, B); the rows share their resamples, so they are paired.
+    """Return the means of resampled data (Efron & Tibshirani 1993, chapter 6), shape (m, B), paired over the rows.
 
     Args:
         values: m quantities of n data, shape (m, n), in an order without meaning.
-        resamples: B, data sets of n data drawn with replacement.
-        seed: of the draw.
-
-    Source: Efron & Tibshirani 1993, chapter 6.
     """
     sums = _block_sums(np.concatenate([values, np.ones_like(values[:1])]))  # the last row is the blocks' sizes
     rows, count = sums.shape

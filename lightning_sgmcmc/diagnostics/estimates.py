@@ -74,12 +74,7 @@ class Observations:
 
 
 class Estimates:
-    """Means, errors and intervals of the observations.
-
-    Attributes:
-        tensors: the temperatures of each tensor, by name.
-        total: the temperatures of all tensors together.
-    """
+    """Means, errors and intervals of the observations: temperatures by tensor and of all, noise shares, drift."""
 
     def __init__(self, observations: Observations, tolerance: float, false_alarm_rate: float) -> None:
         self.observations, self.tolerance = observations, tolerance

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import widest
 
@@ -34,8 +35,7 @@ def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Te
 
     Source: Charikar, Chen & Farach-Colton 2002 (count sketch); Weinberger et al. 2009, theorem 2 (its variance).
     """
-    if dimension < 1:
-        raise ValueError(f"dimension must be at least 1, got {dimension}")
+    check_count("dimension", dimension)
     total = sum(tensor.numel() for tensor in parameters.values())
     if total == 0:
         raise ValueError("parameters has no weights to sketch: pass at least one tensor")
@@ -111,13 +111,10 @@ def interpolate(first: State, second: State, position: float) -> dict[str, Tenso
 
 
 def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int, str]]:
-    """Choose pairs of samples whose segments are evaluated: within cycles, between cycles, between chains.
+    """Choose pairs of samples whose segments are evaluated, from (chain, cycle) of each in the order of drawing.
 
-    Within a cycle the pair is its first and last sample; between two cycles or chains it is the last sample of each.
-    The newest pairs are chosen, as evenly over the three kinds as possible.
-
-    Args:
-        places: (chain, cycle) of each sample, in the order of drawing.
+    Within a cycle it is the first and last sample; between two cycles or chains the last of each. The newest are
+    chosen, as evenly over the three kinds as possible.
     """
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}

@@ -48,13 +48,7 @@ class Temperatures:
 
 @dataclass(frozen=True)
 class EnergySummary:
-    """The mini-batch energies Ũ of the sampling stage in nats; None for too few.
-
-    Attributes:
-        mean: their mean.
-        std: their standard deviation.
-        expected: the range in which the mean of the earlier half should lie.
-    """
+    """Mean and spread of the sampling stage's energies Ũ in nats, and where its earlier half's mean should lie."""
 
     mean: float | None = None
     std: float | None = None

@@ -32,16 +32,10 @@ DEPTH = 0.1
 
 
 def epoch_means(trace: Tensor, epochs: Tensor, sizes: Tensor) -> Tensor:
-    """Return the means over whole epochs, shape (C, B), weighted by the batches' sizes.
+    """Return the means of a trace (C, T) over whole epochs, shape (C, B), weighted by the batches' sizes (T,).
 
-    An epoch's batches contain every datum once, so the noise that the choice of a batch adds to a loss cancels to first
-    order: Σ_b n_b·L_b(w) = N·L(w). Epochs of which a part is missing are left out. The trace itself is returned if
-    fewer than 8 epochs are left.
-
-    Args:
-        trace: values of the steps, shape (C, T).
-        epochs: the epoch of each step, ascending, shape (T,).
-        sizes: the number of data of each step's batch, shape (T,).
+    An epoch's batches contain every datum once, so the noise of a batch's choice cancels to first order: Σ_b n_b·L_b(w)
+    = N·L(w). Epochs of which a part is missing are left out; fewer than 8 return the trace itself.
 
     >>> epoch_means(torch.arange(20.0)[None], torch.arange(20) // 2, torch.ones(20))[0, :3]
     tensor([0.5000, 2.5000, 4.5000], dtype=torch.float64)
@@ -59,15 +53,7 @@ def epoch_means(trace: Tensor, epochs: Tensor, sizes: Tensor) -> Tensor:
 
 
 class ChainMean(NamedTuple):
-    """The mean of a quantity along chains; NaN for what too few draws do not tell.
-
-    Attributes:
-        mean: over all draws of all chains.
-        error: its standard error, for correlated draws.
-        rhat: rank-normalised split R-hat.
-        ess: effective number of draws for the mean.
-        of_chains: the mean of each chain, shape (C,).
-    """
+    """The mean of draws, its standard error, R-hat, ESS and the chains' means (C,); NaN where draws are too few."""
 
     mean: float
     error: float
@@ -100,11 +86,7 @@ def chain_mean(values: Tensor) -> ChainMean:
 
 
 def below_center(found: ChainMean, lowest: float | None) -> Finding | None:
-    """Return the finding that the chains have a lower loss than their centre, or None.
-
-    Args:
-        found: the mean of n·β·(L - L(w*)).
-    """
+    """Return the finding that the mean or lowest n·β·(L - L(w*)) lies below the chains' centre, or None."""
     limit = -DEPTH * max(1.0, found.mean)
     worst = float(found.of_chains.min())
     is_deep = lowest is not None and lowest < limit
@@ -120,11 +102,7 @@ def below_center(found: ChainMean, lowest: float | None) -> Finding | None:
 
 
 def disagreement(found: ChainMean, values: Tensor) -> Finding | None:
-    """Return the finding that chains have different means, by an R-hat above 1.1 and above that of few draws, or None.
-
-    Args:
-        values: the draws, shape (C, B).
-    """
+    """Return the finding that the R-hat of draws (C, B) is above 1.1 and that of few draws, or None."""
     time = correlation_time(values.cpu().double().numpy()[..., None])
     chains, draws = values.shape
     limit = max(LARGEST_RHAT, rhat_limit(chains, draws, FALSE_ALARM_RATE, time))
@@ -138,11 +116,7 @@ def disagreement(found: ChainMean, values: Tensor) -> Finding | None:
 
 
 def drift(values: Tensor) -> Finding | None:
-    """Return the finding that the loss of the later half differs from that of the earlier half, or None.
-
-    Args:
-        values: the draws, shape (C, B).
-    """
+    """Return the finding that the loss of the later half of draws (C, B) differs from that of the earlier, or None."""
     half = values.shape[1] // 2
     first, second = chain_mean(values[:, :half]), chain_mean(values[:, half:])
     error, freedom = math.hypot(first.error, second.error), first.ess + second.ess - 2
@@ -160,13 +134,9 @@ def drift(values: Tensor) -> Finding | None:
 
 
 def spikes(values: Tensor) -> Finding | None:
-    """Return the finding that single draws are far above the others, as a step too large makes them, or None.
+    """Return the finding that single draws (C, B) are far above the others, as a step too large makes them, or None.
 
-    At large n·β the values have nearly the Gamma law of shape λ (Watanabe 2009), so x above the median has the
-    probability exp(-x) at most, up to a power; noise of batches is of the size of their absolute deviations.
-
-    Args:
-        values: the draws, shape (C, B).
+    At large n·β the values have nearly a Gamma law (Watanabe 2009), whose tail is exponential.
     """
     middle = float(values.median())
     spread = float((values - middle).abs().median())
@@ -186,12 +156,7 @@ def spikes(values: Tensor) -> Finding | None:
 
 
 class Covariance(NamedTuple):
-    """Covariances of two sets of quantities along chains.
-
-    Attributes:
-        value: shape (K, P).
-        error: standard errors, for correlated draws, with the same shape; NaN with fewer than 2 draws.
-    """
+    """Covariances (K, P) along chains, and standard errors for correlated draws; NaN with fewer than 2 draws."""
 
     value: Tensor
     error: Tensor
@@ -202,7 +167,7 @@ def covariance(first: Tensor, second: Tensor) -> Covariance:
 
     Args:
         first: a, shape (chain, draw) or (chain, draw, K).
-        second: b, shape (chain, draw) or (chain, draw, P).
+        second: b, likewise, with P.
 
     >>> draws = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
     >>> found = covariance(draws, 3 * draws)

@@ -17,15 +17,7 @@ from lightning_sgmcmc.tensors import Control, inner_products, square_norms
 
 
 class GroupStep(NamedTuple):
-    """A step of one parameter group.
-
-    Attributes:
-        law: the sampler's law of the step.
-        temperature: τ.
-        gradient_multiplier: κ.
-        num_data: N.
-        momenta: momentum of each parameter, None without one.
-    """
+    """A step of one parameter group: its law, τ, κ, N and the momentum of each parameter, None without one."""
 
     law: StepLaw
     temperature: Control
@@ -35,12 +27,7 @@ class GroupStep(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """How gradients are clipped after the observation.
-
-    Attributes:
-        limit: the largest norm, or the largest absolute value; None or 0 disables clipping.
-        by: "norm" or "value".
-    """
+    """How gradients are clipped after the observation; a limit of None or 0 disables it."""
 
     limit: float | None = None
     by: Literal["norm", "value"] = "norm"
@@ -50,7 +37,6 @@ NO_CLIPPING = Clipping()
 
 
 # -- observer ----------------------------------------------------------------------------------------------------------
-
 
 Batches = tuple[Tensor, Tensor]
 """Means (B, length) and lengths (B,) of batches of steps."""

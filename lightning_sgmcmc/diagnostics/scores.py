@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
 
+from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.draws import CONFIDENCE, percentile_interval, resampled_means
 from lightning_sgmcmc.tensors import widest
 
@@ -89,8 +90,7 @@ def interval_score(low: Tensor, high: Tensor, y: Tensor, level: float) -> Tensor
     >>> interval_score(low, high, y, 0.9)
     tensor([1.0000, 3.0000])
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1), got {level}")
+    check_within("level", level, "(0, 1)")
     missed = (low - y).clamp_min(0) + (y - high).clamp_min(0)
     return high - low + 2 / (1 - level) * missed
 
@@ -117,8 +117,7 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
     >>> pit_histogram((torch.tensor([0.0, 0.4]), torch.tensor([0.4, 1.0])), bins=2)  # a calibrated Bernoulli(0.6)
     tensor([0.5833, 0.4167])
     """
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}")
+    check_count("bins", bins)
     below, up_to = (part.reshape(-1) for part in (cdf if isinstance(cdf, tuple) else (cdf, cdf)))
     if bool((below.isnan() | up_to.isnan()).any()):
         raise ValueError("cdf must be in [0, 1], got NaN: leave out data without a prediction")
@@ -133,7 +132,6 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
-
 
 CALIBRATION_BINS = 15
 
@@ -207,9 +205,6 @@ def calibration_error(probabilities: Tensor, target: Tensor, bins: int = CALIBRA
     Args:
         probabilities: shape (n, K).
         target: labels in 0..K-1, shape (n,).
-        bins: number of equal bins of [0, 1].
-
-    Source: Guo et al. 2017, eq. (3).
 
     >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     >>> calibration_error(certain, torch.tensor([0, 1]))
@@ -251,11 +246,8 @@ def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_B
     index = confidence_bin(confidence, bins)
     count = torch.zeros(bins, dtype=torch.float64)
     total_confidence, total_correct = count.clone(), count.clone()
-    index, confidence, correct = (
-        index.cpu(),
-        confidence.cpu().double(),
-        (predicted == whole_labels(target)).cpu().double(),
-    )
+    correct = (predicted == whole_labels(target)).cpu().double()
+    index, confidence = index.cpu(), confidence.cpu().double()
     count.index_add_(0, index, torch.ones_like(confidence))
     total_confidence.index_add_(0, index, confidence)
     total_correct.index_add_(0, index, correct)
@@ -265,19 +257,14 @@ def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_B
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
 
-
 MOST_SIMULATED = 20_000
 """For more data than this, the sums of correct predictions in a bin are drawn from their normal law."""
 
 
 def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the bootstrap percentile interval of a mean over data; NaN for fewer than two data.
+    """Return the bootstrap percentile interval of a mean of numbers (n,); NaN for fewer than two.
 
     For the paired difference of two predictions pass the difference of each datum. The resamples have a fixed seed.
-
-    Args:
-        values: one number for each datum, shape (n,), in an order without meaning.
-        confidence: the interval's probability.
 
     >>> low, high = mean_interval(torch.arange(100.0))
     >>> 43 < low < 45 and 54 < high < 56
@@ -305,16 +292,9 @@ def share_interval(share: float, count: int, confidence: float = CONFIDENCE) -> 
 def calibration_error_by_chance(
     confidence: Tensor, bins: int = CALIBRATION_BINS, draws: int = 400
 ) -> tuple[float, float]:
-    """Return the mean and the 95 % quantile of the calibration error of a calibrated model with these confidences.
+    """Return the mean and the 95 % quantile of the calibration error of a calibrated model with confidences (n,).
 
-    Each prediction is correct with the probability that it states, so the error is above 0 by chance alone.
-
-    Args:
-        confidence: probability of the predicted class of each datum, shape (n,).
-        bins: number of equal bins of [0, 1].
-        draws: number of simulated data sets.
-
-    Source: Vaicenavicius et al. 2019, consistency resampling.
+    Each prediction is correct with the probability that it states (Vaicenavicius et al. 2019, consistency resampling).
     """
     place = confidence_bin(confidence.detach(), bins).cpu()
     confidence = confidence.detach().cpu().double()

@@ -40,22 +40,15 @@ class ContourUse:
     efficiency: float | None = None
     largest_share: float | None = None
 
-    @property
-    def is_dominated(self) -> bool:
-        """Whether one sample has nearly all the weight."""
-        share = self.largest_share
-        return self.samples >= FEW_SAMPLES and share is not None and share > DOMINANT_WEIGHT
-
 
 def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
     """Return the findings on a contour; none without one."""
     if use is None:
         return ()
-    found = []
-    if use.is_dominated:
-        assert use.largest_share is not None
+    found, share = [], use.largest_share
+    if use.samples >= FEW_SAMPLES and share is not None and share > DOMINANT_WEIGHT:
         sentence = (
-            f"contour: one of {use.samples} samples has {100 * use.largest_share:.0f} % of the weight, so the average "
+            f"contour: one of {use.samples} samples has {100 * share:.0f} % of the weight, so the average "
             "is that sample"
         )
         remedy = "take a smaller zeta (`auto=True` finds one), or a weight_exponent below 1"
@@ -75,7 +68,6 @@ def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
 
 
 # -- verdict -----------------------------------------------------------------------------------------------------------
-
 
 AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
@@ -97,12 +89,10 @@ TREND = 3.0
 
 @dataclass(frozen=True)
 class AverageGrowth:
-    """How the model average's NLL changed with the number of samples.
+    """How the model average's NLL, in nats per datum, changed with the number of samples.
 
     Attributes:
         best: number of samples with the lowest NLL.
-        count: number of all samples.
-        best_nll, nll: NLL of the average of the best number, and of all, in nats per datum.
         single: NLL of each sample, in the order of drawing.
         certain: whether the difference's interval over the data is off zero.
     """
@@ -171,10 +161,9 @@ class RunFacts:
         return self.num_data * self.chance_nll
 
     def covered(self, total: Temperatures | None, tau: float) -> float | None:
-        """Return the relaxation times of the plan, else those that the measured temperature shows.
+        """Return the relaxation times of the plan, or with a test, whose rejections it ignores, the measured ones.
 
-        The plan knows nothing of a test's rejections, so with a test it is the measured ones. A chain that starts at an
-        optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
+        A chain that starts at an optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
         """
         if self.relaxation_times is not None and self.acceptance is None:
             return self.relaxation_times
@@ -184,13 +173,7 @@ class RunFacts:
         return -math.log1p(-share) / 2 if LEAST_SHARE < share < 0.95 else None
 
     def relaxation_remedy(self, covered: float | None, reached: float, heat: float) -> str:
-        """Return what to do about a chain that has not relaxed.
-
-        Args:
-            covered: relaxation times covered.
-            reached: its configurational temperature.
-            heat: τ·d/2 in nats.
-        """
+        """Return what to do about a chain that has not relaxed and has reached a temperature; `heat` is τ·d/2."""
         if self.acceptance is not None and self.acceptance < OFTEN_ACCEPTED:
             return (
                 f"use a smaller lr or larger batches, since MetropolisTest accepts {self.acceptance:.2g} of the "

@@ -36,11 +36,9 @@ from lightning_sgmcmc.seeding import GeneratorStates, derive_seed
 
 
 def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
-    """Return what `find` does, once all ranks have seen the same there; all ranks call it.
+    """Return what `find` does, once all ranks have seen the same there by `mark`; all ranks call it.
 
-    Args:
-        find: returns its path for this rank, or None; what it raises is raised where the ranks agree otherwise.
-        mark: returns what identifies it, the same on all ranks; None if it is not there.
+    What `find` raises is raised where the ranks agree otherwise.
     """
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     path, error, seen = None, None, None
@@ -82,11 +80,6 @@ def mark_of_store(path: Path) -> str | None:
     return DiskStore(path, skip_damaged=True).run_id
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raise ValueError unless all ranks, which read it together, see the same checkpoint."""
-    check_common("the checkpoint", lambda: path, _mark_of_checkpoint)
-
-
 def _mark_of_checkpoint(path: Path) -> str | None:
     if path.is_file():
         return f"{path.stat().st_size} bytes"
@@ -99,8 +92,7 @@ def _mark_of_checkpoint(path: Path) -> str | None:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file in the same folder, flushes it to disk, and then renames it.
 
-    Lightning's own plugin writes through the system's temporary folder. If that is on another disk, the checkpoint is
-    copied over the one with the same name (`last.ckpt`), and a full disk or a kill loses both.
+    Lightning's writes through the system's temporary folder and copies, so a full disk or a kill loses both files.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -128,15 +120,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return a checkpoint's content.
-
-        Args:
-            weights_only: False unpickles any object, which runs its code; None, Lightning's default, and True read
-                tensors and plain data only.
-        """
+        """Return a checkpoint's content; weights_only=False unpickles any object, which runs its code."""
         file_system = get_filesystem(path)
         if isinstance(file_system, LocalFileSystem):
-            check_checkpoint(plain_path(path))
+            check_common("the checkpoint", lambda: plain_path(path), _mark_of_checkpoint)  # ranks read it together
         if not file_system.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {path}: pass the path of an existing one as ckpt_path")
         try:
@@ -217,10 +204,7 @@ PLACE = "callbacks.ExactResume.place"
 
 
 def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
-    """Raise ValueError unless the state of Lightning's loops in a checkpoint has the form of a trainer's own.
-
-    Lightning reads it without a check: a count that is no number would fail in the middle of the fit.
-    """
+    """Raise ValueError unless the loops' state, which Lightning reads unchecked, has the form of a trainer's own."""
     if isinstance(own, dict):
         if not isinstance(saved, dict):
             raise ValueError(_damaged(place, saved))
@@ -256,13 +240,9 @@ def _damaged(place: str, saved: Any) -> str:
 
 
 def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
-    """Add the constructor's arguments that are plain data to a checkpoint, for `load_from_checkpoint`.
+    """Add the constructor's arguments that are plain data and no secrets to a checkpoint, for `load_from_checkpoint`.
 
-    What the user has saved by `save_hyperparameters` stays as it is: its names are the user's, and what it leaves out.
-    Secrets, by their names, are left out: `load_from_checkpoint` takes them as arguments.
-
-    Args:
-        checkpoint: changed in place.
+    What the user has saved by `save_hyperparameters` stays as it is.
     """
     if "_hparams_name" in vars(module) or module.hparams:
         return
@@ -316,10 +296,7 @@ def describe_checkpoint(trainer: pl.Trainer) -> str:
 
 
 class ProcessGenerators:
-    """Keeps a process's default generators during a fit.
-
-    What loaders draw from torch's at the start of each pass, as in plain Lightning, is drawn from a copy.
-    """
+    """Keeps a process's default generators during a fit; what loaders draw from torch's is drawn from a copy."""
 
     def __init__(self) -> None:
         self._states: GeneratorStates | None = None

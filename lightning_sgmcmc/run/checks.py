@@ -250,10 +250,7 @@ def check_data(trainer: pl.Trainer) -> None:
 
 
 def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
-    """Raise unless the accumulated batches of each step come again together, in an order that repeats its batches.
-
-    Trials and the short runs of a tuner, whose steps may have the batches of several ranks, are not checked.
-    """
+    """Raise unless the accumulated batches of each step come again together, in an order that repeats its batches."""
     if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe(trainer):
         return
     counts = {trainer.accumulate_grad_batches}
@@ -276,11 +273,8 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
 class PatientStopping:
     """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples.
 
-    Before the first sample the metric is NaN, which would end the run; in an exploration stage it does not change,
-    which would use up the patience.
-
-    Attributes:
-        samples: number of samples in the metrics that were logged last; set by the callback that logs them.
+    Before the first sample the metric is NaN, which would end the run; later it would use up the patience. The callback
+    that logs the metric sets `samples`.
     """
 
     def __init__(self, monitors: tuple[str, ...]) -> None:
@@ -324,8 +318,7 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
         return (
             f"{trainer.global_step - updates} of {trainer.global_step} steps were skipped, since their energy or "
             "gradient was not finite; use a smaller lr (`sgmcmc tune` finds one), clip the gradients, or use "
-            "precision='bf16-mixed' instead of "
-            "'16-mixed'"
+            "precision='bf16-mixed' instead of '16-mixed'"
         )
     stopper = next((reason for c in callbacks_of(trainer) if (reason := _why_stopped(c))), "it stopped")
     first = "" if progress.first_sample is None else f" after step {progress.first_sample}"

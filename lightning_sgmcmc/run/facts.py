@@ -35,10 +35,13 @@ def facts_of(
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps."""
     predictions, limit = _predictions(evaluation)
+    seen, seen_at_once = chains.observed, chains.observed.batch_size * chains.layout.ranks_per_chain
+    drops_out = any(isinstance(layer, _DropoutNd) for layer in chains.model.modules())
+    adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
     return RunFacts(
         temperature=0.0 if is_optimization else None,
         num_chains=chains.layout.total_chains,
-        num_data=chains.observed.num_data,
+        num_data=seen.num_data,
         chance_nll=chance_nll(chains),
         has_classes=isinstance(chains.model.likelihood, ClassLikelihood),
         prior_norm=prior_norm(chains),
@@ -49,23 +52,10 @@ def facts_of(
         rhat_limit=limit,
         growth=_growth(evaluation),
         baseline=None if plan is None else plan.label,
-        is_full_batch=sees_all_data(chains),
-        adapting=adapting_name(sampler),
+        is_full_batch=0 < (seen.num_data or 0) <= seen_at_once and not drops_out,
+        adapting=type(sampler).__name__ if adapts else None,
         acceptance=acceptance,
     )
-
-
-def adapting_name(sampler: Sampler | None) -> str | None:
-    """Return the name of a sampler whose preconditioner adapts while samples are drawn, None for others."""
-    adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
-    return type(sampler).__name__ if adapts else None
-
-
-def sees_all_data(chains: Chains) -> bool:
-    """Return whether a batch has all data and the network drops nothing out, so that gradients have no noise."""
-    seen, layers = chains.observed, chains.model.modules()
-    seen_at_once = seen.batch_size * chains.layout.ranks_per_chain
-    return 0 < (seen.num_data or 0) <= seen_at_once and not any(isinstance(layer, _DropoutNd) for layer in layers)
 
 
 def chance_nll(chains: Chains) -> float | None:
@@ -84,10 +74,7 @@ def chance_nll(chains: Chains) -> float | None:
 
 
 def prior_norm(chains: Chains) -> tuple[float, float] | None:
-    """Return (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ) for a Gaussian prior around 0, None for another.
-
-    log p(θ) = log p(0) - Σ_j θ_j²/(2·σ_j²)
-    """
+    """Return (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ) for a Gaussian prior around 0, None for another."""
     prior = chains.model.prior
     if type(prior) is not GaussianPrior or prior.center is not None:
         return None

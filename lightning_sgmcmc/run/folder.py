@@ -32,10 +32,7 @@ OF_AN_EXPERIMENT = ("log_dir", "metrics_file_path")
 
 
 def settle_folders(trainer: pl.Trainer) -> None:
-    """Make a trainer's relative folders absolute when it begins, so that a later `os.chdir` changes nothing.
-
-    It warns if the run's folder is not on a local disk.
-    """
+    """Make a trainer's relative folders absolute, so that `os.chdir` changes nothing, and warn of a remote one."""
     _STARTED_IN[trainer] = Path.cwd()
     _make_absolute(vars(trainer), OF_A_TRAINER)
     for logger in trainer.loggers:
@@ -113,11 +110,7 @@ def has_samples(store: Path) -> bool:
 
 
 def evaluate_beside(trainer: pl.Trainer, store: Path, stage: str) -> None:
-    """Make a trainer without a fit read a run's samples, and write to a new folder in that run's.
-
-    Args:
-        stage: name of the new folder; if it exists, `-1`, `-2`, … is appended.
-    """
+    """Make a trainer without a fit read a run's samples, and write to a new folder named by `stage` in that run's."""
     folder = free_name(store.parent / stage)
     parent = run_folder(trainer).parent
     _EVALUATIONS[trainer] = (folder, store)
@@ -133,10 +126,7 @@ def _use_folder(trainer: pl.Trainer, version: Path) -> None:
 
 
 def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """Return the newest complete checkpoint of the runs beside this one, or None.
-
-    It searches the folders of the trainer's checkpoint callbacks, and the `checkpoints` folders of earlier runs.
-    """
+    """Return the newest complete checkpoint of the callbacks' folders, else of the runs beside this one, or None."""
     folders = {str(folder) for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))}
     candidates = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
     if not folders:
@@ -147,10 +137,7 @@ def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
 
 
 def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
-    """Make loggers with numbered folders write to the folder of the checkpoint's run.
-
-    Files that would be overwritten are moved aside first.
-    """
+    """Make loggers with numbered folders write to that of a checkpoint's run, and move files in the way aside."""
     folder = checkpoint.parent.parent
     if folder.parent != run_folder(trainer).parent:
         return  # the checkpoints are kept elsewhere
@@ -161,7 +148,6 @@ def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
 
 
 # -- sample folder -----------------------------------------------------------------------------------------------------
-
 
 LEVELS = 3
 """Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
@@ -188,10 +174,7 @@ def begin_store(
 
 
 def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Path | None) -> Path:
-    """Return the folder of a checkpoint's samples: the given one, the one beside the checkpoint, or the recorded one.
-
-    A run that was copied or moved therefore continues with its own samples.
-    """
+    """Return the folder of a checkpoint's samples: the given one, one beside it (it may be moved), or the recorded."""
     _check_saved(saved)
     recorded = Path(saved["path"])
     if dirpath is not None:
@@ -215,7 +198,8 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
             return path
         best = max(best, (count, path), key=lambda pair: pair[0])
     if best[0] < 0 and foreign is not None:
-        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved["run"]), None)
+        stores = (aside for aside in aside_folders(foreign) if (aside / MANIFEST).exists())
+        theirs = next((aside for aside in stores if DiskStore(aside).run_id == saved["run"]), None)
         remedy = f"pass dirpath='{theirs}', where its own are" if theirs else "pass the folder of its own as dirpath"
         raise ValueError(f"{foreign} holds the samples of another run than the checkpoint's: {remedy}")
     raise ValueError(
@@ -286,7 +270,3 @@ def _samples_there(saved: dict[str, Any], store: DiskStore) -> int:
     """Return how many of a checkpoint's samples a store holds."""
     records = _records_of(saved, store)
     return sum(is_regular(store.path / r.file) for r in records) if "records" in saved else len(records)
-
-
-def _run_id(path: Path) -> str | None:
-    return DiskStore(path).run_id if (path / MANIFEST).exists() else None

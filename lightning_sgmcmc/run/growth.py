@@ -32,11 +32,7 @@ def begin_stream(trainer: pl.Trainer) -> None:
 
 
 class StreamShares:
-    """Compares a stream's first batches over the ranks that share a chain, and over its workers.
-
-    A stream that is not divided delivers the same batch to each of them; another order in each shows only in the number
-    of an epoch's data (`DataWeights`).
-    """
+    """Compares a stream's first batches over the ranks that share a chain, and over its workers."""
 
     def __init__(self) -> None:
         self._ranks = self._workers = 1

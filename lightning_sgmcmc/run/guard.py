@@ -22,9 +22,8 @@ from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite
 class DeferredCheck:
     """Reads numbers from the device some steps after they were computed, when reading no longer blocks.
 
-    Two buffers of `interval` steps alternate: while one is filled, the other, complete for `interval` steps, is read.
-    From a CUDA device numbers go to pinned memory, so that nothing waits. Buffers of another accelerator are in its own
-    memory, and reading one waits for the device, once in `interval` steps.
+    Two buffers of `interval` steps alternate: one is filled while the other is read. A CUDA device copies into pinned
+    memory; reading the buffer of another accelerator waits for it, once in `interval` steps.
     """
 
     def __init__(self, num_chains: int, device: torch.device, interval: int = 16) -> None:
@@ -75,7 +74,6 @@ class DeferredCheck:
 
 # -- guard -------------------------------------------------------------------------------------------------------------
 
-
 NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 
 SMALLER_STEP = "use a smaller lr, or clip the gradients (`sgmcmc tune` finds an lr)"
@@ -107,17 +105,9 @@ class NonFiniteEnergyError(RuntimeError):
 class EnergyGuard:
     """Checks each step's energy before its update, and decides whether the sampler may update.
 
-    On a CPU the energy is read at every step, at no cost. On CUDA it is read 16 to 32 steps later, to avoid
-    synchronization; parameters may have become NaN meanwhile, but every sample and checkpoint is checked when it is
-    made. A non-finite gradient with a finite energy makes the next step's energy non-finite, since the prior sums
-    over all parameters. With "skip", or several ranks, gradients are checked before every update, which synchronizes
-    with a CUDA device once a step.
-
-    With several ranks the reduced gradients are checked, so that all ranks agree: a rank with a non-finite energy
-    sets its gradient to NaN (see `Chains.loss`).
-
-    Args:
-        nonfinite_energy: "stop" ends the run at the first such step, "skip" omits its update.
+    On an accelerator the energy is read 16 to 32 steps later, without a wait; every sample and checkpoint is checked.
+    With "skip", or several ranks, the gradients are checked too: a bad one makes the next energy bad, and a rank with a
+    bad energy sets its gradient to NaN (see `Chains.loss`), so that all ranks agree.
     """
 
     def __init__(
@@ -258,18 +248,14 @@ class EnergyGuard:
             _copy(self._buffers, self._kept)
 
     def _undo(self) -> None:
-        if self._kept:
-            _copy(self._buffers, self._kept)
+        self.leave_step()
         self._chains.observed.mean_potential = self._last_potential
 
     def _diagnosis(self, potential: Tensor) -> tuple[str, str]:
         """Return the cause and the remedy in words; called only after a failure."""
         lost = bad_tensor(dict(self._model.named_parameters()), {})
         if lost is not None and self._sampler.step_count == 0:
-            return (
-                f"'{lost}' is NaN or infinite at the start",
-                "correct the weights, the checkpoint or chain_start",
-            )
+            return f"'{lost}' is NaN or infinite at the start", "correct the weights, the checkpoint or chain_start"
         if lost is not None:
             return f"'{lost}' became NaN or infinite in earlier steps", self._smaller_step
         if potential is self._last_potential:
@@ -279,7 +265,7 @@ class EnergyGuard:
             )
         if self._chains.observed.batch_size == 0:
             return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
-        if _first(~self._finite_inputs()):
+        if not all(bool(t.isfinite().all()) for t in _tensors(self._batch) if t.is_floating_point()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:
             return fault, "correct the data, or pass nonfinite_energy='skip'"
@@ -298,10 +284,6 @@ class EnergyGuard:
         except ValueError as error:
             return str(error)
         return None
-
-    def _finite_inputs(self) -> Tensor:
-        floating = [t for t in _tensors(self._batch) if t.is_floating_point()]
-        return torch.tensor(all(bool(t.isfinite().all()) for t in floating))
 
     def _error(self, potential: Tensor, cause: str, advice: str = "keep the weights in range") -> NonFiniteEnergyError:
         step = self._sampler.step_count + 1

@@ -123,13 +123,11 @@ def estimate_of(
     facts: "LocalFacts",
     notes: Sequence[Finding | None] = (),
 ) -> LearningCoefficientEstimate:
-    """Return the estimate from what a run recorded.
+    """Return the estimate from what a run recorded at each step or draw.
 
     Args:
         traces: n·β·(L - L(w*)), shape (C, T).
-        steps: the optimizer step of each value, shape (T,).
-        epochs: its epoch, shape (T,).
-        sizes: the number of data of its batch, shape (T,).
+        steps, epochs, sizes: the optimizer step, the epoch, and the number of data of the batch, shape (T,).
         loss: "own", "full" or "step".
     """
     values = epoch_means(traces, epochs, sizes) if loss == "step" else widest(traces)
@@ -144,10 +142,7 @@ def estimate_of(
         of_chains=found.of_chains,
         rhat=found.rhat,
         ess=found.ess,
-        nbeta=facts.nbeta,
-        gamma=facts.gamma,
-        num_data=facts.num_data,
-        center_loss=facts.center_loss,
+        **vars(facts),
         traces=widest(traces),
         steps=steps,
         loss=loss,
@@ -157,14 +152,7 @@ def estimate_of(
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """Numbers of a run around a centre.
-
-    Attributes:
-        nbeta: n·β.
-        gamma: γ; None if parameters have different ones.
-        num_data: n.
-        center_loss: L(w*) in nats per datum.
-    """
+    """Numbers of a run around a centre, as in `LearningCoefficientEstimate`."""
 
     nbeta: float
     gamma: float | None
@@ -173,11 +161,7 @@ class LocalFacts:
 
 
 def few_relaxations(times: float | None) -> Finding | None:
-    """Return the note that the localisation's directions have not relaxed, or None.
-
-    Args:
-        times: relaxation times of the prior's directions that a stage covers, from the run's plan; None if unknown.
-    """
+    """Return the note that the localisation's directions have not relaxed, by the plan's relaxation times, or None."""
     if times is None or times >= 1:
         return None
     return Finding(

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -43,14 +44,10 @@ MOST_CLASSES = 16
 
 
 def exact_directions(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> dict[str, TensorFacts] | None:
-    """Return the directions of the posterior of a linear regression, as tensors with a prior of its curvature.
+    """Return the directions of the posterior of a linear regression by name, or None for another model or unknown data.
 
-    With outputs W·x, noise σ and a prior of standard deviation s, each output's weights have the precision
-    P = XᵀX/σ² + I/s². In an eigenvector of P with eigenvalue p the chain moves as in a prior of variance 1/p around
-    the posterior's mean, so the plan's law of the prior's directions holds there exactly.
-
-    Returns:
-        facts by direction, the slowest first; None for another network, likelihood or prior, or unknown data.
+    With outputs W·x, noise σ and a prior of standard deviation s the weights have the precision P = XᵀX/σ² + I/s². In
+    an eigenvector of P with eigenvalue p the chain moves as in a prior of variance 1/p around the posterior's mean.
     """
     layer = _linear(module)
     if layer is None or len(sampler.param_groups) != 1 or not has_fresh_batches(trainer):
@@ -134,16 +131,12 @@ def _class_facts(curvature: Tensor, start: Tensor, outputs: int) -> dict[str, Te
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 
-
 TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
 
 
 def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
-    """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
-
-    A plan never stops a run: what cannot be planned is None and noted.
-    """
+    """Return the plan of a fit that is about to begin; None without a schedule or in a trial."""
     schedule = next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
     if schedule is None or is_trial(trainer):
         return None
@@ -176,21 +169,13 @@ def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
 # -- controls ---------------------------------------------------------------------------------------------------------
 
 
-class _Shadow:
-    """A sampler's parameter groups that a schedule may set without an effect on the sampler."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.param_groups: list[dict[str, Any]] = [
-            {name: value for name, value in group.items() if name != "params"} for group in sampler.param_groups
-        ]
-
-
 def _blocks(
     trainer: pl.Trainer, module: ChainModel, schedule: PlannedSchedule, sampled: SampledChains
 ) -> Blocks | None:
     """Return the controls of the run's steps over all chains, None for a run without a known length."""
-    chains, shadow = module.chains, _Shadow(sampler_of(module))
-    progress = chains.progress
+    chains, progress = module.chains, module.chains.progress
+    groups = [{n: v for n, v in group.items() if n != "params"} for group in sampler_of(module).param_groups]
+    shadow = SimpleNamespace(param_groups=groups)  # which a schedule may set without an effect on the sampler
     steps = fit_steps(trainer) - progress.warm_steps  # a warm start is no sampler
     if steps < 1 or not math.isfinite(steps):
         return None
@@ -240,14 +225,13 @@ def _tensors(module: ChainModel, sampler: Sampler) -> tuple[dict[str, TensorFact
     chains = module.chains
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
     found, approximate, held = {}, False, held_rows(module)
-    prior = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
+    prior: Any = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
+    center = prior.center if isinstance(prior, GaussianPrior) else None
     for name, parameter in chains.trainable.items():
         shape = parameter.shape[1:] if chains.num_chains > 1 else parameter.shape
         std, is_exact = prior_std(module.prior, name, tuple(shape))
         approximate |= std is not None and not is_exact
-        is_near = (
-            isinstance(prior, GaussianPrior) and prior.center is not None and is_centered(name, prior.centered)
-        )  # a start is near its centre
+        is_near = center is not None and is_centered(name, prior.centered)  # a start is near its centre
         start = 0.0 if is_near else float(widest(parameter.detach()).square().mean())
         numel = parameter.numel() // chains.num_chains
         if name in held:
@@ -257,13 +241,10 @@ def _tensors(module: ChainModel, sampler: Sampler) -> tuple[dict[str, TensorFact
 
 
 def prior_std(prior: Prior, name: str, shape: Sequence[int]) -> tuple[float | None, bool]:
-    """Return the standard deviation of a parameter's Gaussian prior, and whether that is exact.
+    """Return the standard deviation of a parameter's Gaussian prior, or the nearest to it, and whether that is exact.
 
-    A Student-t prior has that of the Gaussian with its curvature at the centre, s·√(ν/(ν+1)); a Laplace prior its own
-    standard deviation √2·s; a hierarchical prior the scale that it begins with. Another prior has None.
-
-    Args:
-        shape: its shape in one chain.
+    Student-t: the Gaussian with its curvature at the centre, s·√(ν/(ν+1)); Laplace: √2·s; hierarchical: its first
+    scale.
     """
     if not isinstance(prior, GaussianPrior | HierarchicalPrior | LaplacePrior | StudentTPrior):
         return None, False
@@ -373,15 +354,6 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def _plan_or_warning(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
-    """Return the plan; an error while planning warns, since a run that works must not stop for it."""
-    try:
-        return plan_of(trainer, module)
-    except Exception as error:
-        rank_zero_warn(f"The run has no plan ({type(error).__name__}: {error}); it continues without one.")
-        return None
-
-
 class Planner:
     """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
 
@@ -390,9 +362,14 @@ class Planner:
         self.is_timing = False
 
     def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        """Set `module.plan`, and print it on rank 0."""
+        """Set `module.plan`, and print it on rank 0; an error warns, since a run that works must not stop for it."""
         self._begun = None
-        plan = module.plan = _plan_or_warning(trainer, module)
+        try:
+            plan = plan_of(trainer, module)
+        except Exception as error:
+            rank_zero_warn(f"The run has no plan ({type(error).__name__}: {error}); it continues without one.")
+            plan = None
+        module.plan = plan
         self.is_timing = plan is not None and plan.steps is not None and plan.steps > TIMED[1]
         if plan is None:
             return

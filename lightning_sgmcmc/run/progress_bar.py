@@ -19,17 +19,10 @@ WIDE = 120
 
 
 class SamplingProgress(pl.Callback):
-    """Adds the mean NLL, the validation data's, and the number of samples to any progress bar of the trainer.
+    """Adds the mean NLL, the validation data's and the number of samples to any progress bar that asks `get_metrics`.
 
-    `nll` is the last mini-batch's mean negative log likelihood in nats per datum, `val` the model average's on the
-    validation data (before the first sample, the current state's), `n` the number of samples. A terminal of
-    120 columns or more also has temperature, cycle and stage, and calls the samples `samples`; a narrower one has the
-    stage only in a warm start.
-
-    `BayesianModule` adds it if the trainer has a bar. Both of Lightning's bars, and any other whose items come from
-    `get_metrics`, show the entries without configuration; they replace Lightning's version number. Entries are computed
-    only when the bar requests them. The NLL and the temperature are on the device, so they are read at most four times
-    a second, and at an epoch's last batch: other steps cost no synchronization.
+    A terminal of 120 columns or more also has temperature, cycle and stage. Numbers on the device are read at most four
+    times a second, and at an epoch's last batch.
     """
 
     def __init__(self, safeguards: Safeguards) -> None:
@@ -91,8 +84,7 @@ class SamplingProgress(pl.Callback):
 
 
 def mean_nll(observed: ObservedEnergy) -> float:
-    """Return the last mini-batch's mean of -log p(y|x,θ) over data and chains, in nats; without the prior, whose
-    constant would hide the changes."""
+    """Return the last mini-batch's mean of -log p(y|x,θ) over data and chains, in nats; without the prior."""
     return (observed.mean_potential + observed.log_prior / observed.num_data).mean().item()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -40,15 +41,9 @@ TIMED = 10
 class StopAgreement:
     """Lets the ranks of a run find out that one of them is to stop.
 
-    Before every n-th batch the ranks begin to compute the largest of their requests, over host tensors by gloo, and
-    read it n batches later, so that no rank waits for its device, and for others only where they are n batches late.
-    All ranks read it before the same batch. The same exchange finds the slowest rank's time of a batch, from which n
-    follows: n batches take half a second, and n is at most 50. For n = 1 the result is read at once.
-
-    Creating it is a collective operation, and so is each call: all ranks make both.
-
-    Args:
-        timeout: the strategy's, after which a rank that does not come hangs; None is torch's.
+    Before every n-th batch the ranks begin to compute the largest of their requests by gloo, and read it n batches
+    later, all before the same batch; n batches take half a second by the slowest rank. Making it and each call are
+    collective.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -63,11 +58,7 @@ class StopAgreement:
         """The batch before which the last exchange began, and when."""
 
     def on_stop(self, requested: int) -> int:
-        """Return the largest request of all ranks, to be met before the coming batch; 0 for none.
-
-        Args:
-            requested: what this rank has been asked for, 0 for nothing.
-        """
+        """Return the largest request of all ranks, to be met before the coming batch; 0 for none."""
         batch, self._batch = self._batch, self._batch + 1
         if self._group is None or batch < self._next:
             return 0
@@ -113,7 +104,6 @@ class StopAgreement:
 
 # -- rank watch --------------------------------------------------------------------------------------------------------
 
-
 DEFAULT_TIMEOUT = 300.0
 LAST_WORDS = 10.0
 """Seconds for the last message, which reads a folder that may hang."""
@@ -131,10 +121,7 @@ class Beat:
     Attributes:
         number: counts the beats of its thread; it grows as long as the process lives.
         progress: counts events of its main thread; equal numbers are equal places in the run.
-        busy: whether its main thread does something of any length: a validation, a checkpoint, samples, a batch of a
-            new shape, whose network may be compiled.
-        step: optimizer steps made.
-        ended: whether its fit has ended.
+        busy: whether its main thread does something of any length, such as a validation or a first compilation.
     """
 
     number: int
@@ -155,17 +142,9 @@ class Beat:
 class Judge:
     """Decides from beats which rank hangs.
 
-    A rank hangs if its process gives no sign for `timeout` seconds. The rank that is least far, for which others may
-    wait, also hangs if it makes no progress for that time, in a step or waiting for data. While it is busy its progress
-    is not judged, or, with a `limit`, only where another rank is farther or has ended.
-
-    Time is that between this judge's own looks, each counted as two intervals at most. So a job that is stopped and
-    continued, or a machine that sleeps, hangs no longer than its ranks are awake.
-
-    Args:
-        timeout: seconds.
-        interval: seconds from one look to the next.
-        limit: seconds after which a busy rank hangs; None leaves it to the timeouts of the others' operations.
+    It is one whose process gives no sign for `timeout` seconds, or the one that is least far without progress for so
+    long. A busy rank hangs only after `limit` seconds (None: never) in which another is farther or has ended. A look
+    counts two intervals at most, so a job that was stopped or asleep hangs no longer than it is awake.
     """
 
     def __init__(self, timeout: float, interval: float, limit: float | None = None) -> None:
@@ -203,17 +182,15 @@ class Judge:
 
 
 class RankWatch:
-    """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs.
-
-    A thread does both; the main thread only counts its events. See `timeout_of` for the time.
-    """
+    """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs."""
 
     def __init__(self, trainer: pl.Trainer, pulse: Pulse, store: Any) -> None:
         self._trainer = trainer
         self._pulse = pulse
         self._store = store
-        self.timeout = timeout_of(trainer)
         self._limit = given_timeout(trainer)
+        # Less than the strategy's, so that the watch names the rank before a collective operation fails.
+        self.timeout = DEFAULT_TIMEOUT if self._limit is None else 0.8 * self._limit
         self._interval = min(5.0, self.timeout / 20)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
@@ -277,16 +254,6 @@ class RankWatch:
         os._exit(1)
 
 
-def timeout_of(trainer: pl.Trainer) -> float:
-    """Return the seconds without progress after which a rank hangs.
-
-    They are five minutes, or most of the strategy's timeout if the user set one (`DDPStrategy(timeout=…)`), so that the
-    watch names the rank before a collective operation fails.
-    """
-    given = given_timeout(trainer)
-    return DEFAULT_TIMEOUT if given is None else 0.8 * given
-
-
 def given_timeout(trainer: pl.Trainer) -> float | None:
     """Return the seconds of the strategy's timeout, None unless the user set one."""
     given = getattr(trainer.strategy, "_timeout", None)
@@ -314,15 +281,11 @@ def watch_ranks(trainer: pl.Trainer, pulse: Pulse) -> RankWatch | None:
 
 
 def prefix_of_fit() -> str:
-    """Return where the beats of this process's next fit are in the common store, the same on all ranks.
-
-    torchrun's store outlives the processes that it starts again, whose beats are others than those of the last attempt.
-    """
+    """Return where the beats of this process's next fit are in the store, which outlives torchrun's attempts."""
     return f"lightning_sgmcmc/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
 
 
 # -- interruption ------------------------------------------------------------------------------------------------------
-
 
 FILE_NAME = "last-interrupted.ckpt"
 """Begins with "last", so that `Trainer.fit(ckpt_path="last")` finds it if it is the newest."""
@@ -339,18 +302,15 @@ SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 class Interruption:
     """Ends a run on request without losing its state, which is saved if the trainer writes checkpoints.
 
-    Ctrl-C lets the current step finish, since half a step is not a state of the chain; a second one ends the run at
-    once. SIGTERM does the same, and the process exits with code 143. With several ranks, either signal to any of them
-    ends all of them after the same batch, and they save their state together.
-
-    The signal by which SLURM requeues a job, where Lightning does so, is kept until the same point. Lightning's handler
-    would save at once, half a step or amid another operation of the ranks; here it saves a state of the chain.
+    Ctrl-C and SIGTERM (exit code 143) let the current step finish, since half a step is no state of the chain, and end
+    all ranks after the same batch; a second Ctrl-C ends at once. SLURM's signal for a requeue is kept until the same
+    point.
     """
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
-        self._previous: Any = None
-        self._previous_term: Any = None
+        self._handlers: dict[int, tuple[Any, Any]] = {}
+        """By signal, this object's handler and the one before."""
         self._after_a_step = False
         self._together = False
         self.requested = False
@@ -358,8 +318,7 @@ class Interruption:
         self._requested_at = 0.0
         self._saved = False
         self._requeue: Any = None
-        """Lightning's handler of SLURM's signal."""
-        self._requeue_signal: Any = None
+        """Calls Lightning's handler of SLURM's signal."""
         self.requeue_requested = False
         self._agreement: StopAgreement | None = None
 
@@ -373,7 +332,10 @@ class Interruption:
         if in_main_thread:
             self._defer_requeue(trainer)
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            self._listen(signal.SIGINT, self._on_signal)
+
+    def _listen(self, number: int, handler: Any) -> None:
+        self._handlers[number] = handler, signal.signal(number, handler)
 
     def _defer_requeue(self, trainer: pl.Trainer) -> None:
         """Take SLURM's signal for a new place in the queue, if Lightning's handler has it and ranks can agree."""
@@ -382,12 +344,12 @@ class Interruption:
             return
         number = environment.requeue_signal or signal.SIGUSR1
         own = trainer._signal_connector._slurm_sigusr_handler_fn
-        handler = signal.getsignal(number)
+        handler: Any = signal.getsignal(number)
         is_lightnings = own in getattr(handler, "signal_handlers", ())
         if not is_lightnings or (trainer.world_size > 1 and self._agreement is None):
             return
-        self.requeue_requested, self._requeue, self._requeue_signal = False, handler, number
-        signal.signal(number, self._on_requeue)
+        self.requeue_requested, self._requeue = False, partial(handler, number, None)
+        self._listen(number, self._on_requeue)
 
     def _on_requeue(self, number: int, frame: Any) -> None:
         if not self.requeue_requested:
@@ -397,13 +359,13 @@ class Interruption:
     def _save_and_requeue(self) -> None:
         """Call Lightning's handler: it saves `hpc_ckpt_….ckpt`, from which the requeued job resumes, and requeues."""
         self.requeue_requested = False
-        self._requeue(self._requeue_signal, None)
+        self._requeue()
 
     def _begin_together(self, trainer: pl.Trainer) -> None:
         """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
 
-        Lightning's own handler exchanges the signal at once, even during other collective operations, which deadlocks
-        the ranks, and its agreement waits for the device before every batch.
+        Lightning's own handler exchanges the signal at once, amid other collective operations, which deadlocks the
+        ranks.
         """
         loop = trainer.fit_loop.epoch_loop
         if not hasattr(loop, "_broadcast_sigterm_tensor") or not torch.distributed.is_initialized():
@@ -426,7 +388,7 @@ class Interruption:
             raise agreed
 
         loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
-        self._previous_term = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._listen(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
@@ -439,20 +401,12 @@ class Interruption:
         if self._agreement is not None:
             self._agreement.end(well)
             self._agreement = None
-        if self._previous_term is not None:
-            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                signal.signal(signal.SIGTERM, self._previous_term)
-            self._previous_term = None
-        if self._requeue is not None:
-            if signal.getsignal(self._requeue_signal) == self._on_requeue:
-                signal.signal(self._requeue_signal, self._requeue)
-            self._requeue = None
+        for number, (own, before) in self._handlers.items():
+            if signal.getsignal(number) == own:
+                signal.signal(number, before)
+        self._handlers, self._requeue = {}, None
         if self._trainer is not None:
             self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        if self._previous is not None:
-            if signal.getsignal(signal.SIGINT) == self._on_signal:
-                signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
         self._trainer = None
 
     def _on_signal(self, number: int, frame: Any) -> None:

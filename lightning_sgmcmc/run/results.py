@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, within_groups
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
 from lightning_sgmcmc.diagnostics.health import HealthReport
@@ -101,11 +102,7 @@ class RunHistory:
         self.scalars.append((step, *values, *traces))
 
     def add_sample(self, sample: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """Add a sample.
-
-        Args:
-            parameters: its weights, to be sketched; None keeps no sketch.
-        """
+        """Add a sample, with a sketch of its weights if they are given."""
         self._first_weight = sample.log_weight if self._first_weight is None else self._first_weight
         self._weights_differ |= sample.log_weight != self._first_weight or not sample.comparable
         group = None if sample.comparable else sample.chain
@@ -195,9 +192,8 @@ class RunHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
         self.trace_names = list(state["trace_names"])
-        self.scalars.load_state_dict(state["scalars"])
-        self.samples.load_state_dict(state["samples"])
-        self.sketches.load_state_dict(state["sketches"])
+        for name in ("scalars", "samples", "sketches"):
+            getattr(self, name).load_state_dict(state[name])
         self._log_sums = dict(state["log_sums"])
         self._first_weight = self.samples.rows[0][4] if self.samples.rows else None
         self._weights_differ = any(row[4] != self._first_weight or not row[6] for row in self.samples.rows)
@@ -223,15 +219,11 @@ def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[f
 class ThinnedSeries:
     """Keeps evenly spaced rows of numbers: above the limit, every second row is dropped, and the spacing doubles.
 
-    Attributes:
-        rows: the rows kept, in order.
-        seen: how many rows were offered.
-        stride: every stride-th row offered is kept, beginning with the first.
+    Every stride-th of the rows seen is kept, beginning with the first.
     """
 
     def __init__(self, limit: int) -> None:
-        if limit < 2:
-            raise ValueError(f"limit must be at least 2, got {limit}")
+        check_count("limit", limit, least=2)
         self.limit = limit
         self.rows: list[tuple[float, ...]] = []
         self.seen = 0
@@ -275,7 +267,6 @@ class ThinnedSeries:
 
 # -- evaluation file ---------------------------------------------------------------------------------------------------
 
-
 LARGEST = 2**30
 """In bytes."""
 COLUMNS = ("nll", "error", "brier", "square_error")
@@ -286,13 +277,9 @@ class StoredEvaluation:
     """An evaluation of a run's average on one data set.
 
     Attributes:
-        stage: "val" or "test".
         kind: what the run is: "posterior samples", "deep ensemble", "SWAG", …
-        samples, chains: their numbers.
-        gradient_evaluations: per-datum gradients of the fit, over all chains; 0 if it ran in another process.
-        seconds: of the fit; 0 likewise.
+        gradient_evaluations, seconds: of the fit, over all chains; 0 if it ran in another process.
         data: identifies the targets; "" if there are none.
-        metrics: of the average of all samples.
         columns: per-datum results, shape (n,): `nll` in nats, and `error` (0 or 1) and `brier` of classes, or
             `square_error` of a regression, in original units.
     """
@@ -341,15 +328,12 @@ def read_evaluation(path: Path) -> StoredEvaluation:
             raise ValueError(f"its stage is {stored.stage[:40]!r}, not {' or '.join(STAGES)}")
         if not len(stored.columns["nll"]):
             raise ValueError("it has no data")
-        if not all(map(_is_cost, (stored.samples, stored.chains, stored.gradient_evaluations, stored.seconds))):
+        costs = stored.samples, stored.chains, stored.gradient_evaluations, stored.seconds
+        if not all(math.isfinite(number) and number >= 0 for number in costs):
             raise ValueError("its counts and seconds should be finite and not negative")
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{path} is damaged: {error}") from None
     return stored
-
-
-def _is_cost(number: float) -> bool:
-    return math.isfinite(number) and number >= 0
 
 
 def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str, Tensor], str]:
@@ -389,7 +373,6 @@ def _stored(columns: Mapping[str, Any]) -> dict[str, Tensor]:
 
 # -- origin ------------------------------------------------------------------------------------------------------------
 
-
 PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
 INERT = re.compile(
     r"core\.(repositoryformatversion|filemode|bare|logallrefupdates|ignorecase|precomposeunicode|symlinks|autocrlf|eol)"
@@ -419,11 +402,8 @@ def origin_of_run() -> dict[str, Any]:
 def commit(folder: Path | None = None) -> str | None:
     """Return the git commit of a folder, "… with changes" if files differ from it, and None if it is not known.
 
-    A working folder can come from elsewhere, and its `.git/config` can name programs. Git compares the files only if
-    that configuration has no other entries than `INERT`; else the commit is followed by ", changes not looked for".
-
-    Args:
-        folder: the folder; None is the working folder.
+    A folder can come from elsewhere, and its `.git/config` can name programs: files are compared only if that has no
+    other entries than `INERT`, else ", changes not looked for" follows.
     """
     try:
         name = _git(folder, "rev-parse", "HEAD")
@@ -489,11 +469,7 @@ LARGEST_HEALTH = 2**26
 
 
 def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
-    """Write `results.json` and `table.md`.
-
-    Args:
-        results: plain data: recipe, scale, seed, rows (each with method, metric and value), seconds, …
-    """
+    """Write `results.json` and `table.md`."""
     write_output(folder / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
     write_output(folder / TABLE, table.encode())
 
@@ -538,11 +514,7 @@ def plain_console() -> "Console":
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table.
-
-    Args:
-        rows: one text per column; a name of the user's may have any characters.
-    """
+    """Return a Markdown table of rows with one text per column."""
     lines = ["| " + " | ".join(map(_in_cell, line)) + " |" for line in (columns, *rows)]
     lines.insert(1, "|" + "---|" * len(columns))
     return "\n".join(lines) + "\n"

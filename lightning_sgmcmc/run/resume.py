@@ -27,7 +27,6 @@ from lightning_sgmcmc.run.settings import (
     settings_of,
 )
 from lightning_sgmcmc.run.trainer import callbacks_of, is_probe
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 ACCUMULATED = "accumulated_gradients"
@@ -113,11 +112,7 @@ class ExactResume(RunCallback):
         self.check(trainer, pl_module)
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the settings with the checkpoint's and among ranks, once in a fit.
-
-        Raises:
-            ValueError: if they differ.
-        """
+        """Compare the settings with the checkpoint's and among ranks, once; raise ValueError if they differ."""
         if self._settings:
             return
         sampler = sampler_of(pl_module)
@@ -133,16 +128,11 @@ class ExactResume(RunCallback):
         self._settings = own
         chains_of(pl_module).progress.steps_before = self._place.steps_before
 
-    def _apply_new_options(self, sampler: Sampler) -> None:
-        for group, options in zip(sampler.param_groups, self._new_options, strict=False):
-            group.update(options)
-            if "lr" in options:
-                group["initial_lr"] = options["lr"]
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         self._generators.begin(trainer, pl_module.device)
-        self._apply_new_options(sampler)
+        for group, options in zip(sampler.param_groups, self._new_options, strict=False):
+            group.update(options | ({"initial_lr": options["lr"]} if "lr" in options else {}))
         resumes, self._batches_before = self._saved_settings is not None, self._batches
         self._run_seed, self._fits, self._seed = chains.seeds.run, chains.seeds.fits, sampler.seed
         self._settings["seed"] = chains.seeds.run if resumes else chains.seeds.stated
@@ -222,9 +212,13 @@ class ExactResume(RunCallback):
     ) -> None:
         self._steps_when_begun = trainer.global_step
         self._reseed("batch")
-        if self._awaits_batches:
-            self._awaits_batches = False
-            _warn_of_shared(batch)
+        if self._awaits_batches and not isinstance(batch, ChainBatches):
+            rank_zero_warn(
+                "The training loader has only one data order, so all chains of a process see the same batches: pass a "
+                "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
+                "shared_batch=True."
+            )
+        self._awaits_batches = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -361,16 +355,6 @@ def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             callback.check(trainer, module)
 
 
-def _warn_of_shared(batch: Any) -> None:
-    """Warn that chains share a batch, unless it holds one for each chain."""
-    if not isinstance(batch, ChainBatches):
-        rank_zero_warn(
-            "The training loader has only one data order, so all chains of a process see the same batches: pass a "
-            "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
-            "shared_batch=True."
-        )
-
-
 # -- loop counts -------------------------------------------------------------------------------------------------------
 
 
@@ -379,12 +363,9 @@ class Place:
     """Where a run is, by its own counts.
 
     Attributes:
-        epoch: index of the epoch, over all fits of the trainer.
+        epoch: index over all fits of the trainer.
         in_epoch: batches of the epoch that the run has trained on.
-        is_over: whether the epoch has ended.
-        before: batches of the trainer's earlier fits.
-        steps_before: optimizer steps of the trainer's earlier fits.
-        begins_epoch: whether the next batch is an epoch's first.
+        before, steps_before: batches and optimizer steps of the trainer's earlier fits.
     """
 
     epoch: int = 0
@@ -419,12 +400,7 @@ def place_in(saved: dict[str, Any]) -> Place:
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, accumulating: bool) -> None:
-    """Set the counts of a saved fit loop as if the run had never stopped, at the end of its last batch.
-
-    Args:
-        fit_loop: the loop's part of a checkpoint; changed in place.
-        batches: batches that the fit has trained on, > 0.
-    """
+    """Set the counts of a saved fit loop, in place, as if the run had never stopped at the end of its last batch."""
     total, over = place.before + batches, place.is_over
     # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.
     pending = int(not over)

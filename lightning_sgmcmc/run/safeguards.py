@@ -1,6 +1,7 @@
 """Safeguards: the callback that guards every sampling run."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,20 +63,11 @@ def take_centers(chains: Chains) -> None:
             tensor.copy_(parameters[name.removeprefix(CENTER)])
 
 
-def begin_scales(chains: Chains, sampler: Sampler) -> "PriorScales | None":
-    """Let a run's sampler draw the scales of a hierarchical prior after its updates; return None for another prior.
-
-    It is called before the callbacks' own hooks: replica exchange restores the run's temperature after an update.
-    """
-    prior = chains.model.prior
-    return PriorScales(prior, chains, sampler) if isinstance(prior, HierarchicalPrior) else None
-
-
 class PriorScales:
     """Draws the scales of a hierarchical prior after every n-th update of the sampler, for each chain of this process.
 
-    The random numbers of a draw depend on (seed, chain, step), so ranks that share a chain draw the same, and a resumed
-    run continues. They do not depend on the state, so they are drawn on the host and the device is not waited for.
+    A draw's numbers depend on (seed, chain, step) alone, so they are drawn on the host and the device is not waited
+    for.
     """
 
     def __init__(self, prior: HierarchicalPrior, chains: Chains, sampler: Sampler) -> None:
@@ -98,15 +90,11 @@ class PriorScales:
         if self._first_nll is None:
             self._first_nll = self._nll()
         step = self._sampler.step_count
-        if step % self._prior.every_n_steps == 0 and step != self._last and not self._is_claimed:
+        is_due = step % self._prior.every_n_steps == 0 and step != self._last
+        if is_due and self._chains.claims.get("draw scales") is None:  # else a callback sets the scales
             self._last = step
             with torch.no_grad():
                 self._draw(step)
-
-    @property
-    def _is_claimed(self) -> bool:
-        """Whether a callback sets the scales instead."""
-        return self._chains.claims.get("draw scales") is not None
 
     def _draw(self, step: int) -> None:
         """Draw all factors of every chain from their conditional, given the chain's parameters."""
@@ -178,15 +166,11 @@ class PriorScales:
         )
 
 
-# -- safeguards --------------------------------------------------------------------------------------------------------
+# -- what a fit turns on or leaves out --------------------------------------------------------------------------------
 
 
 class FastConvolutions:
-    """Turns on `torch.backends.cudnn.benchmark` for a fit, and restores it.
-
-    cuDNN then times its algorithms for each shape that it meets, and keeps the fastest. `Trainer(benchmark=True)` does
-    so in every run; `Trainer(deterministic=True)` forbids it.
-    """
+    """Turns on `torch.backends.cudnn.benchmark` for a fit, by which cuDNN times its algorithms, and restores it."""
 
     def __init__(self) -> None:
         self._before: bool | None = None
@@ -194,8 +178,7 @@ class FastConvolutions:
     def begin(self, device: torch.device, loader: Any) -> None:
         """Turn the search on where it pays."""
         if pays(device, loader):
-            self._before = torch.backends.cudnn.benchmark
-            torch.backends.cudnn.benchmark = True
+            self._before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
 
     def end(self) -> None:
         """Restore the setting."""
@@ -210,10 +193,6 @@ def pays(device: torch.device, loader: Any) -> bool:
     return isinstance(loader, ResumableLoader) and hasattr(loader.dataset, "whole_batch")
 
 
-# -- overhead ----------------------------------------------------------------------------------------------------------
-
-# What Lightning does at every step for nothing, left out during a fit: idle profilers and idle hooks.
-#
 # A step calls six hooks of every callback, and enters a profiler for each call, whether or not the callback defines
 # the hook and the user has chosen a profiler. For a small network that takes longer than the network.
 
@@ -229,20 +208,11 @@ HOOKS = (
 """The hooks of every step."""
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-NOTHING = _Nothing()
+NOTHING = nullcontext()
 
 
 class QuietProfiler(PassThroughProfiler):
-    """Replaces Lightning's profiler that measures nothing: a step enters that dozens of times, a generator each time.
-
-    The context of every action is one object, which does nothing.
-    """
+    """Lightning's profiler that measures nothing, with one context for every action in place of a generator."""
 
     def profile(self, action_name: str) -> Any:
         return NOTHING
@@ -258,10 +228,7 @@ def _is_called(hook: Any) -> bool:
 
 
 def leave_out(trainer: Any) -> None:
-    """Replace a trainer's profiler if its user has chosen none, and hide the hooks that callbacks do not define.
-
-    Hooks of a class or of an object that differ from Lightning's own empty ones stay.
-    """
+    """Replace a trainer's profiler if its user has chosen none, and hide the hooks that callbacks do not define."""
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler = QuietProfiler()
     vars(call)["callable"] = _is_called  # a hook that cannot be called is skipped, before a profiler is entered for it
@@ -346,8 +313,10 @@ class Safeguards(RunCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clean_checkpoints(trainer)
         self._pulse.count += 1
-        chains_of(pl_module).counters = self._counters
-        self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
+        chains, self._scales = chains_of(pl_module), None
+        chains.counters, prior = self._counters, chains.model.prior
+        if isinstance(prior, HierarchicalPrior):  # before the callbacks: replica exchange changes the temperature
+            self._scales = PriorScales(prior, chains, sampler_of(pl_module))
         if is_finished(trainer) and trainer.global_step > 0:
             rank_zero_warn(
                 f"This trainer has made its {trainer.global_step} steps in {trainer.current_epoch} epochs, so the fit "
@@ -374,7 +343,8 @@ class Safeguards(RunCallback):
         self._sampler, sampler.guard = sampler, self._guard
         self._pulse.count += 1
         self._interruption.begin(trainer)
-        if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
+        is_noisy = any(map(sampler.is_noisy, sampler.param_groups))
+        if chains.progress.schedule is None and is_noisy and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
         if chains.progress.steps_before and not trainer.ckpt_path:
             rank_zero_info(
@@ -536,7 +506,3 @@ class Safeguards(RunCallback):
         self._counters.skipped_steps = state_dict["skipped_steps"]
         self._counters.gradient_evaluations = state_dict["gradient_evaluations"]
         self._shown = state_dict["weights"]
-
-
-def _is_noisy(sampler: Sampler) -> bool:
-    return any(map(sampler.is_noisy, sampler.param_groups))

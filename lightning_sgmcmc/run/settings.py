@@ -37,8 +37,7 @@ TOLERANCE = 1e-3
 def fingerprint(loader: Any) -> dict[str, Any]:
     """Return the length of a loader's data set and, if known, one number for each part of a few of its data.
 
-    Data are read where the run reads them in this process too, or if they are in memory; data sets that only workers
-    read may hold files that must not be opened before. Torch's, NumPy's and Python's generators are unchanged.
+    Data sets that only workers read may hold files that must not be opened before, so their data are not read.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, ResumableLoader | DataLoader) or not hasattr(dataset, "__len__"):
@@ -94,7 +93,6 @@ def _number(leaf: Any) -> list[float]:
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
-
 Settings = dict[str, Any]
 
 
@@ -134,11 +132,7 @@ def _sampled(module: ChainModel) -> str:
 
 
 def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:
-    """Return the names of the settings that differ; settings that only one of the two has are not compared.
-
-    Args:
-        seed_given: whether this run was given a seed; otherwise it takes the checkpoint's.
-    """
+    """Return the names of the settings that differ and that both have; a run without a seed takes the checkpoint's."""
     names = [name for name in own if name in saved and (name != "seed" or seed_given)]
     return [
         name
@@ -148,11 +142,7 @@ def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:
 
 
 def check_settings(saved: Settings, own: Settings, seed_given: bool, allow: Sequence[str]) -> None:
-    """Raise unless a run has the checkpoint's settings, except those that may differ.
-
-    Args:
-        allow: names of settings that may differ; "schedule" includes "schedule.num_cycles".
-    """
+    """Raise unless a run has the checkpoint's settings, except those in `allow` (a part's name includes its own)."""
     unknown = [name for name in allow if not any(is_allowed(key, [name]) for key in own)]
     if unknown:
         raise ValueError(f"allow={list(allow)} names no setting '{unknown[0]}': the settings are {', '.join(own)}")

@@ -203,17 +203,9 @@ class NormalModelSum(FiniteSum):
 
 
 def batch_moments(target: FiniteSum, x: Tensor, batch_size: int, matrix: bool = True) -> GradientMoments:
-    """Return both moments of uniform batches' gradients ñ at positions x, from all data.
+    """Return both moments of uniform batches' gradients ñ at positions (C, d), from all data; `matrix` or diagonal.
 
-        E[ñ] = ∇U(x),   E[ññᵀ] = cov/b + ∇U(x)∇U(x)ᵀ
-
-    with cov the covariance of a single datum's gradient, since the b draws are independent.
-
-    Args:
-        target: the posterior.
-        x: positions, shape (C, d).
-        batch_size: b.
-        matrix: whether to return the matrix of second moments, or its diagonal.
+        E[ñ] = ∇U(x),   E[ññᵀ] = cov/b + ∇U(x)∇U(x)ᵀ,   cov that of a single datum's gradient
 
     Source: Li et al. 2021 (EWSG), Algorithm 2, line 6.
     """

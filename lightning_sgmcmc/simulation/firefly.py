@@ -81,7 +81,12 @@ def firefly(
     """
     check_walk(num_steps, burn_in, keep_every, "step_size", step_size, target_acceptance)
     check_count("resampled", resampled)
-    _check_start(likelihood, initial)
+    if initial.shape != (likelihood.dimension,) or not bool(initial.isfinite().all()):
+        raise ValueError(
+            f"initial should be finite numbers of shape ({likelihood.dimension},), got {tuple(initial.shape)}"
+        )
+    if not likelihood.contains(initial):
+        raise ValueError(f"the bound does not hold at initial={initial.tolist()}: start nearer, or use a wider region")
     chain = _FireflyChain(likelihood, initial.clone(), resampled, langevin, seed)
     log_step, accepted = math.log(step_size), 0
     draws, bright, evaluations = [], [], []
@@ -178,15 +183,6 @@ class _FireflyChain:
                 f"{-float(excess[first]):.3g}"
             )
         return excess.clamp(min=0)
-
-
-def _check_start(likelihood: "BoundedLikelihood", initial: Tensor) -> None:
-    if initial.shape != (likelihood.dimension,) or not bool(initial.isfinite().all()):
-        raise ValueError(
-            f"initial should be finite numbers of shape ({likelihood.dimension},), got {tuple(initial.shape)}"
-        )
-    if not likelihood.contains(initial):
-        raise ValueError(f"the bound does not hold at initial={initial.tolist()}: start nearer, or use a wider region")
 
 
 # -- likelihoods with bounds ------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ class Step:
         group: the sampler's parameter group with the controls of the step.
         energy: U there with its noise, shape (C,); only known densities have it.
         gradient: the gradient for the update, shape (C, d).
-        traces: by name, the rows of a block's steps that the loop returns.
     """
 
     energy: Tensor
@@ -67,12 +66,10 @@ class StepPart:
 
 
 class LightLoop:
-    """Makes the steps of all chains.
+    """Makes the steps of all chains of the only parameter `place`, shape (C, d).
 
     Args:
-        place: its only parameter, the chains' positions, shape (C, d).
-        normals: function of the number K of the next steps; it returns the injected noise, standard normal numbers of
-            shape (K, J, C, d) that the loop may change.
+        normals: returns the injected noise of the next K steps, shape (K, J, C, d), which the loop may change.
         copies_group: whether a block begins with a copy of the group, in which parts may set the controls. What a rule
             notes in the group is then lost with the block.
     """
@@ -160,11 +157,7 @@ def has_compiler() -> bool:
 
 
 class ChainStreams:
-    """Random numbers from a generator of (seed, purpose, chain) for each chain, so that no chain depends on another.
-
-    Args:
-        place: the chains' positions, shape (C, d).
-    """
+    """Random numbers from a generator of (seed, purpose, chain) for each chain, so that no chain depends on another."""
 
     def __init__(self, seed: int, purpose: str, place: Tensor, chunk: int = CHUNK) -> None:
         self._place = place.detach()
@@ -175,10 +168,9 @@ class ChainStreams:
         self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def normal(self, count: int, *shape: int) -> Tensor:
-        """Return standard normal numbers for the first `count` steps of the next chunk.
+        """Return standard normal numbers for the first `count` steps of the next chunk; a next call overwrites them.
 
-        They have the shape (K, C) or (K, …, C, d), for a step's shape () or (…, d) of each chain. The next call for
-        that shape overwrites them.
+        They have the shape (K, C) or (K, …, C, d), for a step's shape () or (…, d) of each chain.
         """
         return self._drawn(Tensor.normal_, shape)[:count]
 
@@ -237,11 +229,7 @@ def check_finite(last: Tensor, num_steps: int) -> None:
 
 
 class Recorder:
-    """Keeps rows of chosen steps, and the weighted averages of an observed function up to chosen steps.
-
-    Args:
-        observe: function of positions, (K, C, d) to (K, C, F), which is averaged; None averages nothing.
-    """
+    """Keeps rows of chosen steps, and the weighted averages of a function, (K, C, d) to (K, C, F), up to marks."""
 
     def __init__(
         self,

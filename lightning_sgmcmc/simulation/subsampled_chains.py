@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.checks import check_choice, check_count, check_number
+from lightning_sgmcmc.checks import check_choice, check_count, check_number, check_positive
 from lightning_sgmcmc.samplers import Sampler, UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, batch_moments
@@ -75,10 +75,6 @@ def _advance(loop: LightLoop, recorder: Recorder, num_steps: int, compiles: bool
             rows = loop.advance(BLOCK if compiles and first > 1 else 1)
             for step, row in enumerate(rows["positions"].split(1) if compiles else [present], first):
                 recorder.record(step, {"positions": row})
-
-
-def _draw_starts(num_chains: int, dimension: int, seed: int) -> Tensor:
-    return torch.randn(num_chains, dimension, generator=torch.Generator().manual_seed(derive_seed(seed, "start")))
 
 
 def sample_sum(
@@ -141,7 +137,8 @@ def sample_sum(
     _check_budget(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
     target = target.to(device, dtype)
     if initial is None:
-        initial = _draw_starts(num_chains, target.dimension, seed)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
+        initial = torch.randn(num_chains, target.dimension, generator=generator)
     place = starting_places(initial, num_chains, target.dimension, dtype, torch.device(device))
     rule = sampler([place], lr=lr, num_data=1, temperature=temperature, num_chains=num_chains, seed=seed)
     run, data = SumRun(target, rule, place, seed), target.num_data
@@ -221,12 +218,8 @@ class SumRun:
     """The parts of a run, and what its gradients carry from step to step.
 
     Attributes:
-        target: the posterior.
-        rule: the sampler, with N = 1.
-        group: its parameter group, with the controls of the run.
+        group: the sampler's parameter group, with the controls of the run.
         place: the chains' positions, shape (C, d).
-        step: steps made.
-        batches, uniforms: generators of batches, and of the choices among them.
         accepted: candidates that index chains have accepted.
         snapshot, full_gradient: places of the last snapshot, and ∇U there, shape (C, d).
         reference, moments: places of the last calibration, and the moments of batches' gradients since then.
@@ -414,7 +407,7 @@ class ControlVariateGradient(BatchGradient):
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
-        _check_passes("refresh_every_passes", self.refresh_every_passes)
+        check_positive("refresh_every_passes", self.refresh_every_passes)
 
     @property
     def variate(self) -> "ControlVariateGradient":
@@ -513,7 +506,7 @@ class CalibratedFriction(GradientEstimator):
     stored: bool = True
 
     def __post_init__(self) -> None:
-        _check_passes("calibrate_every_passes", self.calibrate_every_passes)
+        check_positive("calibrate_every_passes", self.calibrate_every_passes)
         if not isinstance(self.gradient, UniformGradient | ExponentialGradient):
             raise ValueError(
                 f"friction is calibrated for UniformGradient or ExponentialGradient, not {type(self.gradient).__name__}"
@@ -558,9 +551,3 @@ class CalibratedFriction(GradientEstimator):
 
     def acceptance(self, run: SumRun, num_steps: int) -> float | None:
         return self.gradient.acceptance(run, num_steps)
-
-
-def _check_passes(name: str, value: float) -> None:
-    check_number(name, value)
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, got {value}")

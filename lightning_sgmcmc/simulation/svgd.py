@@ -19,23 +19,18 @@ from torch import Tensor
 
 
 def median_bandwidth(particles: Tensor) -> Tensor:
-    """Return h of the median heuristic, shape (…): the median squared distance of two particles over log n.
-
-    Args:
-        particles: shape (…, n, d), n ≥ 2, not all equal.
-    """
+    """Return h of the median heuristic, (…), for n ≥ 2 particles (…, n, d): the median squared distance over log n."""
     count = particles.shape[-2]
     first, second = torch.triu_indices(count, count, 1, device=particles.device)
     return _squares(particles)[..., first, second].median(-1).values / math.log(count)
 
 
 def stein_direction(particles: Tensor, gradients: Tensor, bandwidth: Tensor | None = None) -> Tensor:
-    """Return φ at each particle, shape (…, n, d).
+    """Return φ at each particle, shape (…, n, d); a bandwidth of None is that of the median heuristic.
 
     Args:
         particles: shape (…, n, d).
         gradients: gradients of the energy U = -log p there, shape (…, n, d).
-        bandwidth: h, shape (…); None uses the median heuristic.
     """
     count = particles.shape[-2]
     if count < 2:

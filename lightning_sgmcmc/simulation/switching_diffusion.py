@@ -187,10 +187,7 @@ def switching_paths(
     return SwitchingPaths(torch.stack(places), torch.stack(states))
 
 
-def stationary_moments(
-    potentials: Potentials,
-    switching_time: float,
-) -> tuple[float, float]:
+def stationary_moments(potentials: Potentials, switching_time: float) -> tuple[float, float]:
     """Return the exact mean and variance of the switching diffusion's stationary law μ^η.
 
     They are the sums over i of u_i = E[θ·1{i}] and w_i = E[θ²·1{i}], which solve the linear equations
