@@ -21,6 +21,7 @@ from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.schedule import PlannedLength, RunLength, Schedule, StepControls, epoch_length
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
@@ -39,7 +40,6 @@ from lightning_sgmcmc.evaluation.scoring import (
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -162,7 +162,7 @@ class AutoSampling(Schedule):
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         has_classes = isinstance(module.likelihood, ClassLikelihood)
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
         given_temperature, given_std = self._given
@@ -173,7 +173,7 @@ class AutoSampling(Schedule):
         if isinstance(module.prior, HierarchicalPrior):
             module.chains.claims.claim("draw scales", self, self._set_scale)
 
-    def _prior(self, module: BayesianModule) -> Prior:
+    def _prior(self, module: ChainModel) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""
         own = module.prior
         is_own_choice = isinstance(own, HierarchicalPrior) and own.every_n_steps == NEVER
@@ -190,7 +190,7 @@ class AutoSampling(Schedule):
         total = self._budget.steps or self._length.steps_of(length)
         self._stages = WarmUpAndDecay(total, self.warm_up, 1 if length.is_trial else self.num_draws)
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
         super().plan(trainer, module)
         self._length.begin(trainer)
@@ -234,10 +234,10 @@ class AutoSampling(Schedule):
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
 
-    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
         self.chosen.setdefault(chain, [(0, self._start_std)])
         loaders = validation_loaders(trainer)
@@ -256,7 +256,7 @@ class AutoSampling(Schedule):
         self._counts[chain] += 1
         self._adapt(module, sample, target)
 
-    def _adapt(self, module: BayesianModule, sample: PosteriorSample, target: Tensor | None) -> None:
+    def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
         """Set the prior's scale of a chain after a block of draws."""
         chain, count = sample.chain, self._counts[sample.chain]
         if not isinstance(module.prior, HierarchicalPrior):
@@ -277,12 +277,12 @@ class AutoSampling(Schedule):
             std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
             self._choose(module, sample, min(max(std, SMALLEST_STD), LARGEST_STD))
 
-    def _choose(self, module: BayesianModule, sample: PosteriorSample, std: float) -> None:
+    def _choose(self, module: ChainModel, sample: PosteriorSample, std: float) -> None:
         self.chosen[sample.chain].append((sample.step, float(f"{std:.4g}")))
         if sample.chain in module.chains.layout.chains:
             self._set_scale(module, sample.chain - module.chains.layout.first_chain, self.chosen[sample.chain][-1][1])
 
-    def _set_scale(self, module: BayesianModule, index: int, std: float) -> None:
+    def _set_scale(self, module: ChainModel, index: int, std: float) -> None:
         """Set σ of a chain of this process, that of all parameters but a learned noise scale."""
         prior, variance = module.prior, prior_state(module)[VARIANCE]
         assert isinstance(prior, HierarchicalPrior)
@@ -303,7 +303,7 @@ class AutoSampling(Schedule):
             folder = posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None
             self._write_choices(folder, isinstance(module.prior, HierarchicalPrior))
 
-    def _weigh(self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior) -> None:
+    def _weigh(self, trainer: pl.Trainer, module: ChainModel, posterior: Posterior) -> None:
         """Store the samples' weights, and evaluate their average on the validation data again."""
         # Rank 0's store decides, since the others' may lag behind it until their collector's own hook.
         weights = trainer.strategy.broadcast(self._weights_of(posterior))

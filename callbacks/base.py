@@ -6,13 +6,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc.chains.callback import RunCallback
-from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.chains.callback import RunCallback, changed_arguments
+from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
-from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.settings import changed_arguments
 from lightning_sgmcmc.samplers import Sampler
 
 
@@ -25,7 +23,7 @@ class Run:
     """
 
     trainer: pl.Trainer
-    module: BayesianModule
+    module: ChainModel
     chains: Chains
     sampler: Sampler
 
@@ -76,7 +74,7 @@ class SamplerCallback(RunCallback):
     def reset(self) -> None:
         """Clear the state of an earlier fit; a checkpoint's state is loaded afterwards."""
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Raise for a fit that the callback cannot be part of; chains and loaders are not made yet."""
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
@@ -94,14 +92,14 @@ class SamplerCallback(RunCallback):
         """Return the state for a checkpoint: plain data and tensors of all chains of the run."""
         return {}
 
-    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: Any, drawing: Drawing) -> None:
         """Called with all samples of a step, for work that is done together; `on_posterior_sample` follows with each.
 
-        A step with more samples than the process has chains has several drawings.
+        The module is a `BayesianModule`. A step with more samples than the process has chains has several drawings.
         """
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        """Called with each sample when it is drawn."""
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: Any, sample: PosteriorSample) -> None:
+        """Called with each sample when it is drawn; the module is a `BayesianModule`."""
 
     @property
     def state_key(self) -> str:
@@ -125,7 +123,7 @@ class SamplerCallback(RunCallback):
         Raises:
             TypeError: if the module is not a `BayesianModule`.
         """
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         if stage != "fit":
             return
         self._run = self._saved = None
@@ -135,9 +133,9 @@ class SamplerCallback(RunCallback):
         self.check(trainer, module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         saved, self._saved = self._saved, None
-        self._run = Run(trainer, module, module.chains, module.sampler)
+        self._run = Run(trainer, module, module.chains, sampler_of(module))
         self.begin(self._run, saved)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -187,14 +185,14 @@ class StepClaimant(SamplerCallback):
         chains_of(pl_module).claims.before_update(trainer)
 
 
-def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModule:
-    """Return the module, typed as a `BayesianModule`."""
+def sampling_module(module: pl.LightningModule, callback: pl.Callback) -> ChainModel:
+    """Return the module of a callback, typed as one with chains."""
     if is_of_other_namespace(module):
         raise TypeError(
             f"{type(module).__name__} comes from lightning.pytorch, but {type(callback).__name__} from "
             "pytorch_lightning, and the two do not mix: import Trainer and modules from pytorch_lightning"
         )
-    if not isinstance(module, BayesianModule):
+    if not isinstance(module, ChainModel):
         raise TypeError(
             f"{type(callback).__name__} works with a BayesianModule, got {type(module).__name__}: derive it from "
             "lightning_sgmcmc.BayesianModule, or wrap the network as BayesianModule(net=…)"

@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.callbacks.schedule import (
     FirstStage,
     PlannedLength,
@@ -30,7 +30,6 @@ from lightning_sgmcmc.chains.warm_start import ChainOptimizers, check_optimizer,
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refreshed
 from lightning_sgmcmc.expansion import is_expanded
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
@@ -112,7 +111,7 @@ class DeepEnsemble(Schedule):
     def lay_out(self, length: RunLength) -> None:
         self._total = self._length.steps_of(length)
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         chains = module.chains
         members = chains.layout.total_chains
         if members > 1 and chains.start == "same" and chains.shared_batch:
@@ -125,7 +124,7 @@ class DeepEnsemble(Schedule):
         if self.optimizer is not None:
             self._begin_optimizers(trainer, module)
 
-    def _begin_optimizers(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def _begin_optimizers(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Let torch's optimizers make the steps instead of the sampler."""
         assert self.optimizer is not None
         name, sampler, decay = name_of(self.optimizer), module.sampler, chosen_decay(self.optimizer)
@@ -160,7 +159,7 @@ class DeepEnsemble(Schedule):
         factor = float(group["lr"]) / float(group["initial_lr"]) if group["initial_lr"] else 1.0
         self._optimizers.step(range(self.run.module.num_chains), factor)
 
-    def announce_optimization(self, module: BayesianModule) -> None:
+    def announce_optimization(self, module: ChainModel) -> None:
         members = module.chains.layout.total_chains
         if members > 1:
             rank_zero_info(f"DeepEnsemble trains {members} networks by optimization (temperature 0).")
@@ -312,7 +311,7 @@ class SWAG(Schedule):
         interval = max(stage // (2 * max(self.rank, 1)), 1)
         return min(interval, length.steps_per_epoch) if length.steps_per_epoch else interval
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         chains = module.chains
         check_statistics(trainer, module, "SWAG")
         super().plan(trainer, module)
@@ -330,7 +329,7 @@ class SWAG(Schedule):
         iterates = sum(map(self.laid_out.collects, range(1, self.laid_out.period + 1)))
         return (2 + min(self.rank, iterates)) * sizes.parameters
 
-    def announce_optimization(self, module: BayesianModule) -> None:
+    def announce_optimization(self, module: ChainModel) -> None:
         """Say nothing: the callback's name says what its draws are."""
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -424,11 +423,11 @@ class MCDropout(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         several = layout_of(trainer, module.num_chains).total_chains > 1
         self.kind = "MC dropout ensemble" if several else "MC dropout"
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         require_schedule(trainer, self)
         _check_layers(module)
 
@@ -442,7 +441,7 @@ class MCDropout(SamplerCallback):
             yield replace(sample, buffers=sample.buffers | {MASK_SEED: torch.tensor(seed)}, draw=draw)
 
 
-def _check_layers(module: BayesianModule) -> None:
+def _check_layers(module: ChainModel) -> None:
     """Raise unless the network has masks to draw; warn about dropout that has none."""
     name = type(module).__name__
     layers = list(module.named_modules())

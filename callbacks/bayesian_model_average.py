@@ -10,9 +10,10 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import flat_loaders, is_shuffled
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
 from lightning_sgmcmc.callbacks.schedule import require_schedule, target_of
 from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
 from lightning_sgmcmc.checks import check_choice, check_flag
@@ -31,7 +32,6 @@ from lightning_sgmcmc.evaluation.scoring import (
     states_on,
 )
 from lightning_sgmcmc.files import megabytes
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.run.checks import PatientStopping
 from lightning_sgmcmc.run.trainer import is_finished
@@ -131,8 +131,8 @@ class BayesianModelAverage(SamplerCallback):
         if stage == "fit":
             require_schedule(trainer, self)
         if stage != "predict":
-            self.metrics.check(bayesian(pl_module, self))
-            self.ood.setup(trainer, bayesian(pl_module, self))
+            self.metrics.check(sampling_module(pl_module, self))
+            self.ood.setup(trainer, sampling_module(pl_module, self))
 
     def reset(self) -> None:
         self._averages = []
@@ -140,7 +140,9 @@ class BayesianModelAverage(SamplerCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_finished(trainer) and not self._averages:
             return
-        self._publish(bayesian(pl_module, self), "val")  # the checkpoint's averages, if the run is already complete
+        self._publish(
+            sampling_module(pl_module, self), "val"
+        )  # the checkpoint's averages, if the run is already complete
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaders = validation_loaders(trainer)
@@ -153,7 +155,7 @@ class BayesianModelAverage(SamplerCallback):
                 "the validation loader shuffles, so predictions of several samples cannot be averaged: create the "
                 "validation or test loader with shuffle=False"
             )
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         with undisturbed(trainer, module):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
@@ -176,10 +178,10 @@ class BayesianModelAverage(SamplerCallback):
     def _count(self) -> int:
         return len(self._averages[0].evaluation.members) if self._averages else 0
 
-    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         if not self._averages:
             return
         loaders, limits = flat_loaders(trainer.val_dataloaders), trainer.num_val_batches
@@ -192,24 +194,24 @@ class BayesianModelAverage(SamplerCallback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # For checkpoint monitors, which require their key from the first epoch; the loggers already have the numbers.
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._averages:
-            metrics = self._metrics("val") or self._no_metrics(bayesian(pl_module, self), "val")
+            metrics = self._metrics("val") or self._no_metrics(sampling_module(pl_module, self), "val")
             pl_module.log_dict(metrics, logger=False, sync_dist=True, add_dataloader_idx=False)
             self._stopping.samples = self._count()
 
     # -- after the fit ------------------------------------------------------------------------------------------------
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.evaluate_stored(trainer, bayesian(pl_module, self), "test")
+        self.evaluate_stored(trainer, sampling_module(pl_module, self), "test")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.log_dict(self._metrics("test"), sync_dist=True, add_dataloader_idx=False)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
-            self.evaluate_stored(trainer, bayesian(pl_module, self), "val")
+            self.evaluate_stored(trainer, sampling_module(pl_module, self), "val")
             pl_module.log_dict(self._metrics("val"), sync_dist=True, add_dataloader_idx=False)
 
-    def evaluate_stored(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
+    def evaluate_stored(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> None:
         """Evaluate the stored samples with their present weights, instead of those seen so far.
 
         Args:
@@ -247,7 +249,7 @@ class BayesianModelAverage(SamplerCallback):
                 evaluation.running[-1] |= one.of_average(evaluation.average.terms, evaluation.target)
         self._scorer = in_fit
 
-    def _stored_scores(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[StoredScores]:
+    def _stored_scores(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> list[StoredScores]:
         scaling = scaling_of_run(trainer, module)
         references = [
             self.reference if index == 0 and stage == "test" else None for index in range(len(self._averages))
@@ -259,7 +261,7 @@ class BayesianModelAverage(SamplerCallback):
     def _score(
         self,
         trainer: pl.Trainer,
-        module: BayesianModule,
+        module: ChainModel,
         samples: list[PosteriorSample],
         loaders: list[Any],
         limits: list[int | float],
@@ -282,7 +284,7 @@ class BayesianModelAverage(SamplerCallback):
             SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(samples))
         ]
 
-    def _add(self, trainer: pl.Trainer, module: BayesianModule, sample: PosteriorSample, scores: SampleScores) -> None:
+    def _add(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, scores: SampleScores) -> None:
         """Add a sample to the averages."""
         scaling = scaling_of_run(trainer, module)
         log_likelihood = scores.log_likelihood
@@ -292,7 +294,7 @@ class BayesianModelAverage(SamplerCallback):
             for index, (average, own) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
                 average.add(module, sample, own, scaling, log_likelihood, scores.ood if index == 0 else {})
 
-    def _publish(self, module: BayesianModule, stage: str) -> None:
+    def _publish(self, module: ChainModel, stage: str) -> None:
         if self._averages:
             module.evaluations[stage] = self._averages[0].evaluation
 
@@ -315,7 +317,7 @@ class BayesianModelAverage(SamplerCallback):
         count = len(self._averages)
         return [f"/dataloader_idx_{index}" for index in range(count)] if count > 1 else [""]
 
-    def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:
+    def _no_metrics(self, module: ChainModel, stage: str) -> dict[str, float]:
         names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
         if "rmse" in names:
             names = (*names, *(f"rmse_{name}" for name in scaling_of_run(module.trainer, module).labels))
@@ -345,12 +347,12 @@ class BayesianModelAverage(SamplerCallback):
             self._averages.append(average)
 
 
-def _scorer(module: BayesianModule) -> Scorer:
+def _scorer(module: ChainModel) -> Scorer:
     device = module.device
     return Scorer(module, compiled=runs_at_once(device) and is_compiled(module.chains.compiled, device))
 
 
-def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> float:
+def _temperature(trainer: pl.Trainer, module: ChainModel, chain: int) -> float:
     """Return the temperature of a chain's samples, 1 instead of 0, at which no density is sampled."""
     temperature = target_of(trainer, module)
     return float(temperature[chain] if isinstance(temperature, tuple) else temperature) or 1.0

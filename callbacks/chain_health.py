@@ -10,22 +10,21 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.findings import FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
 from lightning_sgmcmc.run.results import HEALTH
-from lightning_sgmcmc.run.trainer import callbacks_of, declared, is_trial
+from lightning_sgmcmc.run.trainer import declared, is_trial
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 
@@ -211,7 +210,7 @@ class ChainHealth(StepClaimant):
             self._report(trainer, self.run.module, has_diverged=True)
 
     def _report(
-        self, trainer: pl.Trainer, module: BayesianModule, has_diverged: bool = False, is_final: bool = False
+        self, trainer: pl.Trainer, module: ChainModel, has_diverged: bool = False, is_final: bool = False
     ) -> None:
         """Assess the observations, unless they have been assessed, and publish the report."""
         observer, sampler = self._observer, self.run.sampler
@@ -238,7 +237,7 @@ class ChainHealth(StepClaimant):
     @staticmethod
     def _acceptance(trainer: pl.Trainer, of_chains: Callable[[Tensor], Tensor]) -> float | None:
         """Return the mean acceptance probability of the run's `MetropolisTest` so far, None without."""
-        rates = next((c.acceptance_rate for c in callbacks_of(trainer) if isinstance(c, MetropolisTest)), None)
+        rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
         return None if rates is None else float(of_chains(rates.mean().reshape(1)))
 
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant
 from lightning_sgmcmc.callbacks.schedule import begin_first_stage, target_of
 from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
@@ -27,7 +28,6 @@ from lightning_sgmcmc.contour import (
     Location,
 )
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars, log_values
 from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers.sampler import Control
@@ -167,7 +167,7 @@ class ContourGradient(StepClaimant):
         self._is_on = True
         """Whether the sampler's multiplier may differ from 1, as after loading a checkpoint."""
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         if target_of(trainer, module) == 0:
             raise ValueError(
                 "ContourGradient flattens a target, and temperature=0 has none: set a temperature above 0, or remove "
@@ -339,7 +339,7 @@ class ContourGradient(StepClaimant):
         tags.energy, tags.bin = energy, location.index
         tags.log_weight = location.log_weight
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         self._watch.after_sample(sample.log_weight, sample.chain if not sample.comparable else None)
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.schedule import is_warming_up
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, RunCost
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.execution import undisturbed_generators
 from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import pass_over_data
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_cost
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
@@ -63,7 +63,7 @@ class SnapshotCallback(SamplerCallback):
         self._correction: Tensor | None = None
         """The correction of this step's energies, the mean over its micro-batches so far."""
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         claims = module.chains.claims
         if self.needs_gradients:
             refuse_loss_scaler(trainer, f"{type(self).__name__} computes with gradients")
@@ -253,7 +253,7 @@ class ControlVariates(SnapshotCallback):
     def __init__(self, start_epoch: int = 0, every_n_epochs: int = 1, energy: bool = False) -> None:
         super().__init__(start_epoch, every_n_epochs, energy=energy, gradients=True)
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().check(trainer, module)
         if any(isinstance(callback, VarianceReducedEnergy) for callback in callbacks_of(trainer)):
             raise ValueError(

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import Run
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates, SnapshotCallback
 from lightning_sgmcmc.chains.callback import ChainSizes
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import UnderdampedLangevin
@@ -86,7 +86,7 @@ class CovarianceFriction(SnapshotCallback):
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().check(trainer, module)
         callbacks = callbacks_of(trainer)
         if layout_of(trainer, module.num_chains).ranks_per_chain > 1:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant, refuse_loss_scaler
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
@@ -101,7 +101,7 @@ class EWSG(StepClaimant):
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         if self.num_proposals == 0:
             return
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):

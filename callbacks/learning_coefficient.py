@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import Run, SamplerCallback
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.callback import Place
-from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.samples import Drawing
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice, check_flag
@@ -25,7 +25,6 @@ from lightning_sgmcmc.evaluation.passes import (
     gamma_of,
     has_fresh_batches,
 )
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.learning_coefficient import (
     LearningCoefficientEstimate,
     LocalFacts,
@@ -108,7 +107,7 @@ class LearningCoefficient(SamplerCallback):
         """Step, epoch and batch size of each value."""
         self._step = 0
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         check_centered(module.prior, "LearningCoefficient")
         require_schedule(trainer, self)
 
@@ -142,7 +141,7 @@ class LearningCoefficient(SamplerCallback):
         if chains.progress.stage is Stage.SAMPLING:
             self._record(trainer, chains, sampler)
 
-    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         sampler, chains = self.run.sampler, self.run.chains
         if self._kind == "step" or sampler.step_count == self._step:
             return  # or a further drawing of the same states

@@ -18,13 +18,12 @@ from lightning_sgmcmc.callbacks.schedule import (
     schedule_of,
 )
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
-from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.run.loggers import log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
@@ -120,7 +119,7 @@ class MetropolisTest(SamplerCallback):
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         require_schedule(trainer, self)
         refuse_loss_scaler(trainer, "MetropolisTest adds up the work of the gradients")
 
@@ -291,7 +290,7 @@ class MetropolisTest(SamplerCallback):
 # -- what makes the law exact ----------------------------------------------------------------------------------------
 
 
-def check_run(trainer: pl.Trainer, module: BayesianModule, steps: int) -> None:
+def check_run(trainer: pl.Trainer, module: ChainModel, steps: int) -> None:
     """Raise for a run whose law a test of trajectories cannot make exact."""
     if steps == 0:
         raise ValueError(
@@ -319,7 +318,7 @@ def check_run(trainer: pl.Trainer, module: BayesianModule, steps: int) -> None:
 
 
 def check_trajectories(
-    trainer: pl.Trainer, module: BayesianModule, sampler: ReversibleLangevin, schedule: Schedule, steps: int
+    trainer: pl.Trainer, module: ChainModel, sampler: ReversibleLangevin, schedule: Schedule, steps: int
 ) -> None:
     """Raise for trajectories that do not move, or that the batches or the schedule make unlike their reverse."""
     if steps < sampler.least_steps:
@@ -333,7 +332,7 @@ def check_trajectories(
         raise ValueError(f"the trajectories of MetropolisTest must be as likely backwards, but {fault}")
 
 
-def warn_of_other_laws(trainer: pl.Trainer, module: BayesianModule) -> None:
+def warn_of_other_laws(trainer: pl.Trainer, module: ChainModel) -> None:
     """Warn of a network or of batches with which the tested law is another one, or not quite exact."""
     if is_probe(trainer):
         return

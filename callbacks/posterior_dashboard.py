@@ -9,14 +9,14 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.samples import segments_figure
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
 from lightning_sgmcmc.run.facts import prior_norm
@@ -196,10 +196,10 @@ class PosteriorDashboard(SamplerCallback):
             scalars["sampler/gradient_multiplier"] = multiplier
         log_scalars(trainer, scalars, trainer.global_step)
 
-    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._drawing = drawing
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         parameters, drawing = sample.parameters, self._drawing
         if drawing is not None and drawing.on_cuda and trainer.is_global_zero and self.history.takes_sketch:
             parameters = drawing.host_copy(sample)().parameters  # one wait for all samples and tensors
@@ -225,24 +225,24 @@ class PosteriorDashboard(SamplerCallback):
             return
         ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
         if self._due or (ended and self.run.chains.progress.cycle != self._cycle):
-            self._draw(trainer, bayesian(pl_module, self), "val", self._sample_step)
+            self._draw(trainer, sampling_module(pl_module, self), "val", self._sample_step)
         self._cycle = self.run.chains.progress.cycle
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step, self.for_print)
+        self._draw(trainer, sampling_module(pl_module, self), "val", trainer.global_step, self.for_print)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if trainer.is_global_zero and len(self.history.scalars):
             self._attempt("history.json", self._write_history)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         self._folder = _folder(trainer)
         if not self.history.samples.seen and module.posterior is not None and trainer.is_global_zero:
             self._read_samples(module)
         self._draw(trainer, module, "test", trainer.global_step, self.for_print)
 
-    def _read_samples(self, module: BayesianModule) -> None:
+    def _read_samples(self, module: ChainModel) -> None:
         """Add the samples of an earlier process's fit to the history."""
         assert module.posterior is not None
         for index, record in enumerate(module.posterior.records):
@@ -251,9 +251,7 @@ class PosteriorDashboard(SamplerCallback):
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
-    def _draw(
-        self, trainer: pl.Trainer, module: BayesianModule, stage: str, step: int, for_print: bool = False
-    ) -> None:
+    def _draw(self, trainer: pl.Trainer, module: ChainModel, stage: str, step: int, for_print: bool = False) -> None:
         self._due = False
         self._drawn_samples = self.history.samples.seen
         if not trainer.is_global_zero:
@@ -278,7 +276,7 @@ class PosteriorDashboard(SamplerCallback):
             self._attempt("history.json", self._write_history)
 
     def _makers(
-        self, trainer: pl.Trainer, module: BayesianModule, evaluation: Evaluation | None, stage: str
+        self, trainer: pl.Trainer, module: ChainModel, evaluation: Evaluation | None, stage: str
     ) -> Iterator[tuple[str, Callable[[], parts.Figures]]]:
         """Yield each part's name and drawing function, for the chain and for the evaluation on a stage's data."""
         history = self.history
@@ -302,7 +300,7 @@ class PosteriorDashboard(SamplerCallback):
         log_scalars(trainer, parts.chain_scalars(self.history, evaluation), trainer.global_step)
         return parts.chains(self.history, evaluation)
 
-    def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
+    def _walk_segments(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> parts.Figures:
         segments = self._segments.walk(trainer, module, module.posterior, stage)
         return {"segments": segments_figure(self._segments.positions, segments, STAGE_NAMES[stage])} if segments else {}
 
@@ -321,7 +319,7 @@ class PosteriorDashboard(SamplerCallback):
             tables["chain_table"] = parts.chain_table(self.history, evaluation)
         if evaluation is not None:
             tables["metric_table"] = parts.metric_table(evaluation)
-        plan = bayesian(trainer.lightning_module, self).plan
+        plan = sampling_module(trainer.lightning_module, self).plan
         if plan is not None and prefix == "posterior/":
             tables["plan_table"] = (["quantity", "value"], [[*row] for row in plan.rows()])
         for name, (columns, rows) in tables.items():

@@ -12,9 +12,9 @@ from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant
 from lightning_sgmcmc.callbacks.schedule import target_of
 from lightning_sgmcmc.chains.callback import Place, SampledChains
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.samplers.sampler import Control
@@ -130,7 +130,7 @@ class ReplicaExchange(StepClaimant):
         self._base: list[tuple[Control, Control]] = []
         self._hook: Any = None
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         chains, slots = layout_of(trainer, module.num_chains).total_chains, len(self.temperatures)
         if chains % slots:
             raise ValueError(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.run.folder import run_folder
@@ -70,12 +70,12 @@ class RunSummary(SamplerCallback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds = time.monotonic() - self._start
-        self._finish(trainer, bayesian(pl_module, self), "val")
+        self._finish(trainer, sampling_module(pl_module, self), "val")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer, bayesian(pl_module, self), "test")
+        self._finish(trainer, sampling_module(pl_module, self), "test")
 
-    def _finish(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
+    def _finish(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> None:
         folder = run_folder(trainer)
         evaluation: Evaluation | None = module.evaluations.get(stage)
         if not trainer.is_global_zero or evaluation is None or not evaluation.members:
@@ -96,7 +96,7 @@ class RunSummary(SamplerCallback):
     def _write_files(
         self,
         folder: Path,
-        module: BayesianModule,
+        module: ChainModel,
         stage: str,
         rows: list[dict[str, Any]],
         what: str,
@@ -122,9 +122,7 @@ class RunSummary(SamplerCallback):
         keep_earlier_results(folder, results)
         write_results(folder, results, _markdown(rows))
 
-    def _write_evaluation(
-        self, folder: Path, trainer: pl.Trainer, module: BayesianModule, stage: str, kind: str
-    ) -> None:
+    def _write_evaluation(self, folder: Path, trainer: pl.Trainer, module: ChainModel, stage: str, kind: str) -> None:
         """Write the per-datum results, for `sgmcmc compare`."""
         evaluation, chains = module.evaluations[stage], module.chains
         columns, data = per_datum(evaluation, scaling_of_run(trainer, module))
@@ -133,7 +131,7 @@ class RunSummary(SamplerCallback):
             kind=kind,
             samples=len(evaluation.members),
             chains=len({member["chain"] for member in evaluation.members}),
-            gradient_evaluations=module.gradient_evaluations * chains.layout.total_chains,
+            gradient_evaluations=chains.counters.gradient_evaluations * chains.layout.total_chains,
             seconds=round(self._seconds, 3),
             data=data,
             metrics=evaluation.bma,
@@ -170,7 +168,7 @@ def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     return {method: metrics for method, metrics in found.items() if metrics}
 
 
-def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | None, Claim]:
+def _claim(trainer: pl.Trainer, module: ChainModel) -> tuple[HealthReport | None, Claim]:
     """Return the run's health report, that in the folder of its samples if another process made it, and its claim."""
     health = module.health
     store = getattr(module.posterior, "store", None)
@@ -193,7 +191,7 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
     return health, Claim(None, "" if health is None else health.reason)
 
 
-def _called(trainer: pl.Trainer, module: BayesianModule, claim: Claim) -> str:
+def _called(trainer: pl.Trainer, module: ChainModel, claim: Claim) -> str:
     """Return what the table calls the samples."""
     if baseline_of(trainer) is not None:
         return NETWORKS.format(kind=claim.kind)

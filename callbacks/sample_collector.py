@@ -8,14 +8,14 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import local_path
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore, LaggingStore
@@ -106,11 +106,11 @@ class SampleCollector(SamplerCallback):
                 self._store = DiskStore(path)
                 self._store.hold()
         if self._store is not None:
-            self._publish(bayesian(pl_module, self))
+            self._publish(sampling_module(pl_module, self))
             if self.posterior is not None:
                 self.posterior.calibration = saved_calibration(self._store)
             if stage == "predict":
-                self._take_network(bayesian(pl_module, self))
+                self._take_network(sampling_module(pl_module, self))
 
     def reset(self) -> None:
         self._restored = None
@@ -120,7 +120,7 @@ class SampleCollector(SamplerCallback):
         self._contour = self._lost = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         if is_finished(trainer) and self._store is not None:
             return  # no step follows, so the samples stay
         if self._restored is not None:
@@ -140,7 +140,7 @@ class SampleCollector(SamplerCallback):
             self._store.columns = _columns(trainer)
         self._publish(module)
 
-    def _resume(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def _resume(self, trainer: pl.Trainer, module: ChainModel) -> None:
         assert self._restored is not None
         restored, self._restored = self._restored, None
         seen = restored.get("seen")
@@ -163,12 +163,12 @@ class SampleCollector(SamplerCallback):
         if model is not None and model is not pl_module:
             model.to(pl_module.device)
 
-    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         if isinstance(self._store, LaggingStore) and self._store.lags:
             self._drop_surplus()
         self._drawing = drawing if drawing.on_cuda else None
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         index, drawing = self._seen[sample.chain], self._drawing
         self._seen[sample.chain] += 1
         if drawing is not None and sample is drawing.samples[-1]:
@@ -214,7 +214,7 @@ class SampleCollector(SamplerCallback):
             self._store.close()
             self._retired |= self._store.trim()
         trainer.strategy.barrier("all samples are written")
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         if self._store is not None and module.contour is not None and trainer.is_global_zero:
             self._store.contour = self._contour = module.contour
         if isinstance(self._store, DiskStore):
@@ -239,11 +239,11 @@ class SampleCollector(SamplerCallback):
             self._lock.release()
             self._lock = None
 
-    def _publish(self, module: BayesianModule) -> None:
+    def _publish(self, module: ChainModel) -> None:
         assert self._store is not None
         self.posterior = module.posterior = Posterior(self._store, module)
 
-    def _take_network(self, module: BayesianModule) -> None:
+    def _take_network(self, module: ChainModel) -> None:
         """Let predictions have the store's network if the module's has other sizes, as evaluations of samples do."""
         store = self._store
         if not isinstance(store, DiskStore) or len(store) == 0 or self.posterior is None:

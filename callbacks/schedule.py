@@ -8,12 +8,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.callback import Place, PlannedSchedule
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.ranks import pass_on
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
@@ -57,12 +56,12 @@ class RunLength(NamedTuple):
 class FirstStage(SamplerCallback):
     """Base class of a stage of the run before its schedule begins; a run has at most one."""
 
-    def enter(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def enter(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Set `module.chains.progress.warm_steps`, the steps after which the schedule begins; repeated calls do
         nothing."""
         raise NotImplementedError
 
-    def advance(self, trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> None:
+    def advance(self, trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> None:
         """Let the schedule begin with the coming step, if the stage is over; repeated calls do nothing.
 
         Args:
@@ -107,7 +106,7 @@ class Schedule(SamplerCallback):
         self._saved_warm_steps = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        bayesian(pl_module, self)
+        sampling_module(pl_module, self)
         schedules = [c for c in callbacks_of(trainer) if isinstance(c, Schedule)]
         if len(schedules) > 1:
             names = " and ".join(type(c).__name__ for c in schedules)
@@ -136,7 +135,7 @@ class Schedule(SamplerCallback):
         """The step after which the first sample is drawn, once the schedule is laid out."""
         raise NotImplementedError
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Lay the schedule out over the run, before the first step."""
         lr, progress = self.run.sampler.param_groups[0]["initial_lr"], module.chains.progress
         self._saved_warm_steps = progress.warm_steps
@@ -212,14 +211,14 @@ class Schedule(SamplerCallback):
         if is_optimization(trainer, module):
             self.announce_optimization(module)
 
-    def announce_optimization(self, module: BayesianModule) -> None:
+    def announce_optimization(self, module: ChainModel) -> None:
         """Say what a run at temperature 0 collects, since its states are not samples of the posterior."""
         rank_zero_warn(
             "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
             "and their average is a snapshot ensemble."
         )
 
-    def _continue_after_warm_start(self, module: BayesianModule) -> None:
+    def _continue_after_warm_start(self, module: ChainModel) -> None:
         """Count from the end of the checkpoint's warm start, in a run without that callback."""
         if self._saved_warm_steps > self.run.sampler.step_count:
             raise ValueError(
@@ -231,7 +230,7 @@ class Schedule(SamplerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        module: BayesianModule = pl_module  # type: ignore[assignment]
+        module: ChainModel = pl_module  # type: ignore[assignment]
         if self._first_stage is not None:
             self._first_stage.advance(trainer, module, batch_idx)
         self._step = self.run.sampler.step_count + 1 - module.chains.progress.warm_steps
@@ -453,7 +452,7 @@ class CyclicalSchedule(Schedule):
         super().begin(run, saved)
         self._length.begin(run.trainer)
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().plan(trainer, module)
         module.chains.progress.num_cycles = self.laid_out.num_cycles
 
@@ -523,7 +522,7 @@ class PlannedLength:
         self.steps = total
 
 
-def begin_first_stage(trainer: pl.Trainer, module: BayesianModule) -> FirstStage | None:
+def begin_first_stage(trainer: pl.Trainer, module: ChainModel) -> FirstStage | None:
     """Begin the run's first stage, if it has one, and return it."""
     stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
     if stage is not None:
@@ -531,7 +530,7 @@ def begin_first_stage(trainer: pl.Trainer, module: BayesianModule) -> FirstStage
     return stage
 
 
-def is_warming_up(trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> bool:
+def is_warming_up(trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> bool:
     """Return whether the step of a coming micro-batch belongs to the run's first stage."""
     for stage in callbacks_of(trainer) if module.chains.progress.stage is Stage.WARM_START else ():
         if isinstance(stage, FirstStage):
@@ -539,13 +538,13 @@ def is_warming_up(trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -
     return module.chains.progress.stage is Stage.WARM_START
 
 
-def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:
+def is_optimization(trainer: pl.Trainer, module: ChainModel) -> bool:
     """Return whether a run collects its states at temperature 0, so that they are not samples of a posterior."""
     temperature = target_of(trainer, module)
     return temperature == 0 or (isinstance(temperature, tuple) and not any(temperature))
 
 
-def target_of(trainer: pl.Trainer, module: BayesianModule) -> float | tuple[float, ...]:
+def target_of(trainer: pl.Trainer, module: ChainModel) -> float | tuple[float, ...]:
     """Return the target's temperature, or that of each chain: the schedule's, else the module's."""
     schedule = schedule_of(trainer)
     own = None if schedule is None else schedule.temperature

@@ -8,13 +8,13 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
-from lightning_sgmcmc.callbacks.base import Run, bayesian
+from lightning_sgmcmc.callbacks.base import Run, sampling_module
 from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, schedule_of
 from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
@@ -98,12 +98,12 @@ class WarmStart(FirstStage):
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
-    def enter(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def enter(self, trainer: pl.Trainer, module: ChainModel) -> None:
         if self._run is None:
             super().on_train_start(trainer, module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.enter(trainer, bayesian(pl_module, self))
+        self.enter(trainer, sampling_module(pl_module, self))
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         module, sampler = run.module, run.sampler
@@ -214,19 +214,19 @@ class WarmStart(FirstStage):
     def _watches(self, trainer: pl.Trainer) -> bool:
         return not self._ended and trainer.state.fn == "fit" and not trainer.sanity_checking
 
-    def _plan_again(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def _plan_again(self, trainer: pl.Trainer, module: ChainModel) -> None:
         schedule = schedule_of(trainer)
         if schedule is not None:
             schedule.plan(trainer, module)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def advance(self, trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> None:
+    def advance(self, trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> None:
         over = module.sampler.step_count >= module.chains.progress.warm_steps
         if over and not self._ended and batch_idx % trainer.accumulate_grad_batches == 0:
             self._end(trainer, module)
 
-    def _end(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def _end(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Return the chains to their best states, and let the sampler make the next step."""
         self._ended = self._draws_momenta = True
         module.sampler.stand_in = self._optimizers = None

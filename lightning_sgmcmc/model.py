@@ -30,7 +30,6 @@ from lightning_sgmcmc.batches.inputs import (
 )
 from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood, TokenCategorical
-from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
@@ -60,8 +59,6 @@ class EnergyModel(pl.LightningModule):
 
     def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | float | None) -> None:
         super().__init__()
-        self.plan: RunPlan | None = None
-        """What the fit reaches and costs by its settings, once it begins; None without a schedule."""
         if names_other_lightning(type(self).__module__):
             warnings.warn(
                 "lightning's Trainer does not accept this module (`model` must be a `LightningModule`), since "

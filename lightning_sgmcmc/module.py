@@ -22,6 +22,7 @@ from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
+from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
@@ -140,6 +141,8 @@ class BayesianModule(ChainModel):
         """The chains of this process, their energies and state."""
         self._looks_at_loss = 0
         """Coming backward passes whose loss is compared with the energy, each a wait for the device."""
+        self.plan: RunPlan | None = None
+        """What the fit reaches and costs by its settings, once it begins; None without a schedule."""
         self.posterior: Posterior | None = None
         """The collected samples, if a callback collects them."""
         self.evaluations: dict[str, Evaluation] = {}

@@ -1,14 +1,19 @@
 """What a callback declares about itself to the services of a run, which are on lower floors than the callbacks."""
 
+import functools
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import pytorch_lightning as pl
+from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.samplers.factories import name_of
+from lightning_sgmcmc.tensors import exact
 
 
 class Place(IntEnum):
@@ -123,6 +128,11 @@ class RunCallback(pl.Callback):
         """Return the callback if it is the run's schedule."""
         return None
 
+    @property
+    def acceptance_rate(self) -> Tensor | None:
+        """Mean acceptance probability of each chain of this process, if it tests trajectories; None before a test."""
+        return None
+
     def sampled_chains(self, total: int) -> SampledChains | None:
         """Return the chains that draw samples if it changes their number, of this total of the run, None otherwise."""
         return None
@@ -137,3 +147,29 @@ def arguments_of(callback: pl.Callback) -> dict[str, Any]:
     """Return the constructor arguments that a callback holds under their names."""
     names = inspect.signature(type(callback)).parameters
     return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+
+
+def changed_arguments(callback: pl.Callback) -> list[tuple[str, str]]:
+    """Return a callback's constructor arguments whose values are not the defaults, as text."""
+    defaults = {name: text_of(p.default) for name, p in inspect.signature(type(callback)).parameters.items()}
+    held = [(name, text_of(value)) for name, value in arguments_of(callback).items()]
+    return [(name, text) for name, text in held if text != defaults[name]]
+
+
+def text_of(value: Any) -> str:
+    """Return an object as text that is the same in every process: its own `repr`, or its class and plain attributes."""
+    if isinstance(value, Tensor):
+        return f"tensor(shape={tuple(value.shape)}, sum={exact(value).sum().item():.9g})"
+    if isinstance(value, functools.partial):
+        chosen = ", ".join(f"{k}={text_of(v)}" for k, v in sorted(value.keywords.items()))
+        return f"{name_of(value)}({chosen})" if chosen else name_of(value)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return value.__qualname__
+    cls = type(value)
+    own = cls.extra_repr is not nn.Module.extra_repr if isinstance(value, nn.Module) else True
+    if own and cls.__repr__ is not object.__repr__:
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    public = {k: v for k, v in vars(value).items() if not k.startswith("_") and k != "training"}
+    # An argument that is left out may be newer than a checkpoint's settings.
+    public = {k: v for k, v in public.items() if v is not None or getattr(cls, k, ...) is not None}
+    return f"{cls.__name__}({', '.join(f'{k}={text_of(v)}' for k, v in public.items())})"

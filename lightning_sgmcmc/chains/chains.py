@@ -22,7 +22,6 @@ from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
-from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
 from lightning_sgmcmc.priors.base import check_patterns
 from lightning_sgmcmc.priors.held import held_rows
@@ -406,7 +405,21 @@ class ChainModel(EnergyModel):
         temperature: float | tuple[float, ...]
         num_data: int | None
         given_num_data: int | None
-        health: HealthReport | None
+        sampler_factory: Callable[..., Sampler]
+        posterior: Any  # subjects above set these, and `BayesianModule` types them
+        evaluations: dict[str, Any]
+        health: Any
+        contour: Any
+        plan: Any
+
+        @property
+        def num_chains(self) -> int: ...
+
+        @property
+        def sampler(self) -> Sampler: ...
+
+        @property
+        def target_temperature(self) -> float | Tensor: ...
 
 
 def chain_model(module: pl.LightningModule) -> ChainModel:
@@ -417,20 +430,12 @@ def chain_model(module: pl.LightningModule) -> ChainModel:
 
 
 def chains_of(module: pl.LightningModule) -> Chains:
-    """Return the chains of a `BayesianModule`.
-
-    Raises:
-        TypeError: if the module is not a `BayesianModule`.
-    """
+    """Return the chains of a `BayesianModule`."""
     return chain_model(module).chains
 
 
 def sampler_of(module: pl.LightningModule) -> Sampler:
-    """Return the sampler that trains a module in the running fit.
-
-    Raises:
-        TypeError: if another optimizer trains it.
-    """
+    """Return the sampler that trains a module in the running fit, which no other optimizer may train."""
     optimizer = module.optimizers(use_pl_optimizer=False)
     if not isinstance(optimizer, Sampler):
         raise TypeError(

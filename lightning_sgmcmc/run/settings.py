@@ -1,11 +1,9 @@
 """The settings that decide what a run samples, as plain data, and their comparison with a checkpoint's."""
 
-import functools
 import inspect
 import json
 import math
 import os
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.chains.callback import arguments_of
+from lightning_sgmcmc.chains.callback import text_of
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.starts import text_of_start
@@ -27,7 +25,6 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.sampler import CONTROLS
 from lightning_sgmcmc.seeding import device_text, reseed, reseed_everything, unchanged_generators
-from lightning_sgmcmc.tensors import exact
 
 ITEMS = 8
 TOLERANCE = 1e-3
@@ -206,25 +203,6 @@ def is_seeded(module: ChainModel) -> bool:
     return module.chains.seeds.given is not None or "PL_GLOBAL_SEED" in os.environ
 
 
-def text_of(value: Any) -> str:
-    """Return an object as text that is the same in every process: its own `repr`, or its class and plain attributes."""
-    if isinstance(value, Tensor):
-        return f"tensor(shape={tuple(value.shape)}, sum={exact(value).sum().item():.9g})"
-    if isinstance(value, functools.partial):
-        chosen = ", ".join(f"{k}={text_of(v)}" for k, v in sorted(value.keywords.items()))
-        return f"{name_of(value)}({chosen})" if chosen else name_of(value)
-    if isinstance(value, type) or inspect.isroutine(value):
-        return value.__qualname__
-    cls = type(value)
-    own = cls.extra_repr is not nn.Module.extra_repr if isinstance(value, nn.Module) else True
-    if own and cls.__repr__ is not object.__repr__:
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    public = {k: v for k, v in vars(value).items() if not k.startswith("_") and k != "training"}
-    # An argument that is left out may be newer than a checkpoint's settings.
-    public = {k: v for k, v in public.items() if v is not None or getattr(cls, k, ...) is not None}
-    return f"{cls.__name__}({', '.join(f'{k}={text_of(v)}' for k, v in public.items())})"
-
-
 def _plain(value: Any) -> Any:
     """Return numbers, texts and lists of them as they are, and anything else as text."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -254,13 +232,6 @@ def check_saved(settings: Mapping[str, Any]) -> None:
         sound = False
     if not sound:
         raise ValueError("the checkpoint is damaged: its settings are no plain data; resume from another")
-
-
-def changed_arguments(callback: pl.Callback) -> list[tuple[str, str]]:
-    """Return a callback's constructor arguments whose values are not the defaults, as text."""
-    defaults = {name: text_of(p.default) for name, p in inspect.signature(type(callback)).parameters.items()}
-    held = [(name, text_of(value)) for name, value in arguments_of(callback).items()]
-    return [(name, text) for name, text in held if text != defaults[name]]
 
 
 def _shown(name: str, settings: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
-from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.callbacks.base import sampling_module
 from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.chains.chains import values_of
 from lightning_sgmcmc.chains.state import Stage
@@ -249,7 +249,9 @@ class EnergyErrors(SamplerCallback):
         self._squares: list[Tensor] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        bayesian(pl_module, self).sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
+        sampling_module(
+            pl_module, self
+        ).sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -257,7 +259,7 @@ class EnergyErrors(SamplerCallback):
         self._batches.append((batch, TorchStates([pl_module.device])))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         self._step = module.sampler.step_count
         self._begun = None
         if module.chains.progress.stage is Stage.SAMPLING:
@@ -265,7 +267,7 @@ class EnergyErrors(SamplerCallback):
             self._begun = gains[0] - gains[1] - self._reduced(module, module.chains.observed.mean_potential)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        module = bayesian(pl_module, self)
+        module = sampling_module(pl_module, self)
         if module.sampler.step_count == self._step:
             return  # an accumulated micro-batch
         batches, self._batches = self._batches, []
