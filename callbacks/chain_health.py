@@ -13,18 +13,16 @@ from lightning_sgmcmc.callbacks.base import Run, StepClaimant
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.findings import FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.diagnostics.health import HEALTH, HealthReport
 from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
+from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.run.facts import facts_of
-from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.run.loggers import log_scalars, write_output
-from lightning_sgmcmc.run.results import HEALTH
-from lightning_sgmcmc.run.trainer import declared, is_trial
+from lightning_sgmcmc.run.logging import log_scalars
+from lightning_sgmcmc.run.trainer import declared, is_trial, run_folder
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 

@@ -28,7 +28,7 @@ from lightning_sgmcmc.contour import (
     Location,
 )
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
-from lightning_sgmcmc.run.loggers import is_logged, log_scalars, log_values
+from lightning_sgmcmc.run.logging import is_logged, log_scalars, log_values
 from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.tensors import exact, exact_device, sent

@@ -16,7 +16,7 @@ from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import pass_over_data
-from lightning_sgmcmc.run.loggers import is_logged, log_cost
+from lightning_sgmcmc.run.logging import is_logged, log_cost
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 from lightning_sgmcmc.tensors import exact, exact_device

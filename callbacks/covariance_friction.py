@@ -13,7 +13,7 @@ from lightning_sgmcmc.chains.callback import ChainSizes
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
+from lightning_sgmcmc.run.logging import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.subsampling.covariance_friction import (

@@ -14,7 +14,7 @@ from lightning_sgmcmc.callbacks.base import Run, StepClaimant, refuse_loss_scale
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
+from lightning_sgmcmc.run.logging import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed

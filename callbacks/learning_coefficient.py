@@ -33,7 +33,8 @@ from lightning_sgmcmc.run.learning_coefficient import (
     mode_difference,
     other_temperature,
 )
-from lightning_sgmcmc.run.loggers import log_figure, log_scalars
+from lightning_sgmcmc.run.logging import log_scalars
+from lightning_sgmcmc.run.pictures import log_figure
 from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import exact, exact_device

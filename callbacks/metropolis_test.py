@@ -25,7 +25,7 @@ from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
 from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.run.loggers import log_scalars
+from lightning_sgmcmc.run.logging import log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.seeding import derive_seed

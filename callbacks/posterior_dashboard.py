@@ -17,21 +17,15 @@ from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.samples import segments_figure
+from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
 from lightning_sgmcmc.run.facts import prior_norm
-from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.loggers import (
-    log_figure,
-    log_histogram,
-    log_scalars,
-    log_table,
-    named_step_sizes,
-    traced_weights,
-    write_output,
-)
+from lightning_sgmcmc.run.loggers import named_step_sizes, traced_weights
+from lightning_sgmcmc.run.logging import log_scalars
+from lightning_sgmcmc.run.pictures import log_figure, log_histogram, log_table
 from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory
-from lightning_sgmcmc.run.trainer import is_trial, log_interval
+from lightning_sgmcmc.run.trainer import is_trial, log_interval, run_folder
 from lightning_sgmcmc.tensors import mean_of
 
 OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from lightning_sgmcmc.files import free_name, is_regular, replacing
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
-from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.trainer import run_folder
 
 
 class PredictionWriter(BasePredictionWriter):

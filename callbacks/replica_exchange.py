@@ -16,7 +16,7 @@ from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
-from lightning_sgmcmc.run.loggers import is_logged, log_scalars
+from lightning_sgmcmc.run.logging import is_logged, log_scalars
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import as_rows, exact, exact_device, sent

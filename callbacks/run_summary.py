@@ -15,16 +15,15 @@ from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
+from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run
-from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import (
     METHODS,
     NETWORKS,
     OPTIMIZED,
     StoredEvaluation,
     keep_earlier_results,
-    markdown_table,
     origin_of_run,
     per_datum,
     plain_console,
@@ -32,7 +31,7 @@ from lightning_sgmcmc.run.results import (
     write_evaluation,
     write_results,
 )
-from lightning_sgmcmc.run.trainer import baseline_of, is_trial
+from lightning_sgmcmc.run.trainer import baseline_of, is_trial, run_folder
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 

@@ -26,9 +26,9 @@ from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.run.checkpoints import check_common, mark_of_store
-from lightning_sgmcmc.run.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero, run_folder
+from lightning_sgmcmc.run.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
 from lightning_sgmcmc.run.resume import check_resume
-from lightning_sgmcmc.run.trainer import is_finished, is_trial
+from lightning_sgmcmc.run.trainer import is_finished, is_trial, run_folder
 from lightning_sgmcmc.tables import Columns
 
 

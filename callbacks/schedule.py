@@ -13,8 +13,7 @@ from lightning_sgmcmc.chains.callback import Place, PlannedSchedule
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
-from lightning_sgmcmc.run.ranks import pass_on
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial, pass_on
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler

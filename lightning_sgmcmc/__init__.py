@@ -6,6 +6,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import ClusteredOrder, CyclicOrder, SymmetricOrder, cluster_data
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.contour import (
     Contour,
@@ -49,7 +50,6 @@ from lightning_sgmcmc.priors import (
     Prior,
     StudentTPrior,
 )
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import (
     AMAGOLD,
     GGMC,

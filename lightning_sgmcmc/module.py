@@ -28,12 +28,11 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.checks import warn_of_other_loss
-from lightning_sgmcmc.run.folder import settle_folders
 from lightning_sgmcmc.run.loggers import stay_offline_without_login
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
 from lightning_sgmcmc.run.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
-from lightning_sgmcmc.run.trainer import callbacks_of, is_example, leave_out_graph, put_in_place
+from lightning_sgmcmc.run.trainer import callbacks_of, is_example, leave_out_graph, put_in_place, settle_folders
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
 

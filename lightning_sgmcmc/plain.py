@@ -1,11 +1,11 @@
-"""Dataclasses to and from the plain values of JSON, by their annotations.
+"""Plain data: dataclasses to and from the values of JSON, by their annotations, and tables of Markdown.
 
 `as_plain` writes a dataclass as a dictionary of its fields. A class attribute `WRITTEN` names others, properties too,
 in their order; `IF_SET` names those that are left out where they have their default. `from_plain` reads it again.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
@@ -174,3 +174,14 @@ def _called(kind: Any) -> str:
     if origin in (list, tuple):
         return f"a list of {WORDS.get(inner[0], 'entrie')}s"
     return f"{'an' if kind is int else 'a'} {WORDS.get(kind, 'dictionary' if is_dataclass(kind) else 'known word')}"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table of rows with one text per column."""
+    lines = ["| " + " | ".join(map(_in_cell, line)) + " |" for line in (columns, *rows)]
+    lines.insert(1, "|" + "---|" * len(columns))
+    return "\n".join(lines) + "\n"
+
+
+def _in_cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").splitlines())

@@ -173,7 +173,7 @@ def one(
     from torchvision.ops import MLP
 
     from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, samplers
-    from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+    from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 
     place = settings.tables[table]
     data = datamodule(place, split, settings, options)

@@ -404,3 +404,9 @@ def _order_matters(trainer: pl.Trainer) -> bool:
 
 def _order_of(loader: Any) -> BatchOrder | None:
     return loader.order_of(loader.chains[0]) if isinstance(loader, ResumableLoader) else None
+
+
+def stream_of(trainer: pl.Trainer) -> Any:
+    """Return the data set of the training loader if it has no rows that can be indexed, else None."""
+    rows, dataset = training_rows(trainer), getattr(trainer.train_dataloader, "dataset", None)
+    return dataset if rows.dataset is None else None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -217,3 +218,22 @@ class Pulse:
 
     count: int = 0
     busy: bool = True
+
+
+class NonFiniteEnergyError(RuntimeError):
+    """A chain's energy, gradient or state has become NaN or infinite.
+
+    Attributes:
+        step: the optimizer step k = 1, 2, … that would have been made.
+        chain: the chain's index.
+        energy: Ũ of the step's mini-batch, in nats (finite if only the gradient or the state is not).
+        checkpoint: the newest checkpoint of the run (a URL if it is on no local disk), which holds only finite numbers,
+            or None.
+    """
+
+    def __init__(self, message: str, step: int, chain: int, energy: float, checkpoint: Path | str | None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.chain = chain
+        self.energy = energy
+        self.checkpoint = checkpoint

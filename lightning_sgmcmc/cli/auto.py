@@ -23,9 +23,9 @@ from lightning_sgmcmc.cli.folders import NAME
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.results import RESULTS, TABLE, markdown_table, plain_console, write_results
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.plain import markdown_table
+from lightning_sgmcmc.run.results import RESULTS, TABLE, plain_console, write_results
+from lightning_sgmcmc.run.trainer import callbacks_of, run_folder
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 AUTO = PACKAGE + "AutoSampling"

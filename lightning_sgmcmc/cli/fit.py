@@ -24,16 +24,9 @@ from lightning_sgmcmc.cli.folders import ConfigFile, no_folder_left_behind
 from lightning_sgmcmc.files import is_remote
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.checks import why_without_samples
-from lightning_sgmcmc.run.folder import (
-    continue_run_of,
-    evaluate_beside,
-    newest_checkpoint,
-    newest_store,
-    remote_root,
-    run_folder,
-)
+from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
 from lightning_sgmcmc.run.safeguards import samples_drawn
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, remote_root, run_folder
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""

@@ -13,6 +13,9 @@ from lightning_sgmcmc.diagnostics.findings import Finding, ranked
 from lightning_sgmcmc.plain import as_plain, from_plain
 from lightning_sgmcmc.planning.plan import RunKind
 
+HEALTH = "health.json"
+"""The file of the last report in a run's folder."""
+
 TemperatureKind = Literal["kinetic", "configurational"]
 Verdict = Literal["ok", "warning", "unknown"]
 Interval = tuple[float, float]

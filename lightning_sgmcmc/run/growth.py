@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_sgmcmc.batches.rows import resolve_num_data, training_rows
+from lightning_sgmcmc.batches.rows import resolve_num_data, stream_of
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 
 
@@ -91,9 +91,3 @@ def _digest(batch: Any) -> int:
             content = repr(leaf).encode()
         found = zlib.crc32(content, found)
     return found
-
-
-def stream_of(trainer: pl.Trainer) -> Any:
-    """Return the data set of the training loader if it has no rows that can be indexed, else None."""
-    rows, dataset = training_rows(trainer), getattr(trainer.train_dataloader, "dataset", None)
-    return dataset if rows.dataset is None else None

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint, last_good_checkpoint
@@ -81,25 +81,6 @@ SMALLER_WARM_START = "use a smaller WarmStart(lr=…), or clip the gradients"
 
 SCALER_LIMIT = 200
 """Steps that a loss scaler may skip in a row: from any scale it reaches the smallest number earlier."""
-
-
-class NonFiniteEnergyError(RuntimeError):
-    """A chain's energy, gradient or state has become NaN or infinite.
-
-    Attributes:
-        step: the optimizer step k = 1, 2, … that would have been made.
-        chain: the chain's index.
-        energy: Ũ of the step's mini-batch, in nats (finite if only the gradient or the state is not).
-        checkpoint: the newest checkpoint of the run (a URL if it is on no local disk), which holds only finite numbers,
-            or None.
-    """
-
-    def __init__(self, message: str, step: int, chain: int, energy: float, checkpoint: Path | str | None) -> None:
-        super().__init__(message)
-        self.step = step
-        self.chain = chain
-        self.energy = energy
-        self.checkpoint = checkpoint
 
 
 class EnergyGuard:

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sgmcmc.batches.rows import training_rows
+from lightning_sgmcmc.batches.rows import stream_of, training_rows
 from lightning_sgmcmc.chains.callback import ChainSizes, PlannedSchedule, RunCost, SampledChains
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.execution import state_of
@@ -28,8 +28,7 @@ from lightning_sgmcmc.planning.plan import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.priors.held import held_rows
-from lightning_sgmcmc.run.growth import stream_of
-from lightning_sgmcmc.run.loggers import log_plan
+from lightning_sgmcmc.run.logging import log_values
 from lightning_sgmcmc.run.trainer import baseline_of, declared, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import unchanged_generators
@@ -352,6 +351,11 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
+    """Write a run's plan to every logger: its kind and its known numbers, as `plan.…`."""
+    log_values(trainer, "plan", {"kind": plan.name or "unknown", **plan.scalars()})
 
 
 class Planner:

@@ -17,15 +17,13 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.environments import SLURMEnvironment
-from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_sgmcmc.chains.layout import new_group
-from lightning_sgmcmc.chains.state import Pulse
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Pulse
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import is_trial, resume_command, was_terminated
 
 LONGEST = 50
@@ -461,10 +459,3 @@ def in_a_step(trainer: pl.Trainer) -> bool:
     """Return whether a training step has begun and is not complete."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.ready > progress.completed)
-
-
-def pass_on(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Pass Ctrl-C on to the ranks that a fork or spawn launcher has started from this process, which waits for them."""
-    launcher: Any = trainer.strategy.launcher
-    if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, _MultiProcessingLauncher):
-        launcher.kill(signal.SIGINT)

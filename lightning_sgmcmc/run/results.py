@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, within_groups
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
-from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.diagnostics.health import HEALTH, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import free_name, parse_json, read_regular, without_secrets, write_output
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -456,7 +456,6 @@ OPTIMIZED = "states of an optimization (temperature 0)"
 """What `results.json` calls the samples of a run at temperature 0."""
 NETWORKS = "networks ({kind})"
 """What it calls those of a baseline, which its "kind" names."""
-HEALTH = "health.json"
 STAGES = ("val", "test")
 METHODS = {
     "single": "mean single sample",
@@ -511,14 +510,3 @@ def plain_console() -> "Console":
     from rich.console import Console
 
     return Console(markup=False, emoji=False)
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of rows with one text per column."""
-    lines = ["| " + " | ".join(map(_in_cell, line)) + " |" for line in (columns, *rows)]
-    lines.insert(1, "|" + "---|" * len(columns))
-    return "\n".join(lines) + "\n"
-
-
-def _in_cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").splitlines())

@@ -1,19 +1,25 @@
 """Typed access to what Lightning leaves untyped: the trainer, example inputs, the order of callbacks."""
 
 import math
+import os
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_sgmcmc.chains.callback import Place, RunCallback, declares
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.files import is_remote
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -73,6 +79,13 @@ def resume_command(trainer: pl.Trainer) -> str | None:
     """Return the shell's command that continues the run, None for a run that Python code has started."""
     command = getattr(trainer, "resume_command", None)
     return None if command is None else str(command)
+
+
+def pass_on(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Pass Ctrl-C on to the ranks that a fork or spawn launcher has started from this process, which waits for them."""
+    launcher: Any = trainer.strategy.launcher
+    if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, _MultiProcessingLauncher):
+        launcher.kill(signal.SIGINT)
 
 
 # -- example input -----------------------------------------------------------------------------------------------------
@@ -153,3 +166,79 @@ def baseline_of(trainer: pl.Trainer) -> str | None:
     inner = next((callback.kind for callback in schedules), None)
     outer = next((callback.kind for callback in others if callback.kind is not None), inner)
     return None if inner is None else outer
+
+
+# -- folder ------------------------------------------------------------------------------------------------------------
+
+
+EVALUATIONS: "WeakKeyDictionary[pl.Trainer, tuple[Path, Path]]" = WeakKeyDictionary()
+"""Of trainers that evaluate another run's samples: their folder, and the samples."""
+
+
+_STARTED_IN: "WeakKeyDictionary[pl.Trainer, Path]" = WeakKeyDictionary()
+"""The working folders in which trainers began to run, to which relative paths refer."""
+OF_A_TRAINER = ("_default_root_dir",)
+OF_A_LOGGER = ("_root_dir", "_save_dir")
+OF_AN_EXPERIMENT = ("log_dir", "metrics_file_path")
+"""Attributes of Lightning's objects that may be relative paths; its checkpoint callbacks' `dirpath` follows them."""
+
+
+def settle_folders(trainer: pl.Trainer) -> None:
+    """Make a trainer's relative folders absolute, so that `os.chdir` changes nothing, and warn of a remote one."""
+    _STARTED_IN[trainer] = Path.cwd()
+    _make_absolute(vars(trainer), OF_A_TRAINER)
+    for logger in trainer.loggers:
+        _make_absolute(vars(logger), OF_A_LOGGER)
+        _make_absolute(vars(logger).get("_wandb_init"), ("dir",))
+        _make_absolute(getattr(vars(logger).get("_experiment"), "__dict__", None), OF_AN_EXPERIMENT)
+    for callback in trainer.checkpoint_callbacks:
+        _make_absolute(vars(callback), ("dirpath",))
+    remote = remote_root(trainer)
+    if remote is not None and not is_trial(trainer):
+        rank_zero_warn(
+            f"The run's folder is in {remote}, not on a local disk. Checkpoints and the logger's own files go there; "
+            f"samples, results and pictures are written below {_STARTED_IN[trainer] / 'sgmcmc'}: copy them afterwards, "
+            "or pass a local default_root_dir or save_dir."
+        )
+
+
+def _make_absolute(attributes: dict[str, Any] | None, names: tuple[str, ...]) -> None:
+    if attributes is None:
+        return
+    for name in names:
+        value = attributes.get(name)
+        local = str(value).removeprefix("file://")
+        if isinstance(value, str | Path) and local[:1] not in ("", "~", "$") and not is_remote(local):
+            attributes[name] = type(value)(os.path.abspath(local))
+
+
+def remote_root(trainer: pl.Trainer) -> str | None:
+    """Return the address of the folder of this trainer's runs if it is not on a local disk (`s3://…`), else None."""
+    folder = next((logger.save_dir for logger in trainer.loggers[:1]), None) or trainer.default_root_dir
+    return str(folder) if is_remote(folder) else None
+
+
+def _folder_of(trainer: pl.Trainer) -> str:
+    for logger in trainer.loggers[:1]:
+        own = getattr(logger, "log_dir", None)
+        if isinstance(own, str | Path):
+            return str(own)
+        parts = [str(part) for part in (logger.name, logger.version) if part]
+        return os.path.join(str(logger.save_dir or trainer.default_root_dir), *parts)
+    return os.path.join(trainer.default_root_dir, "sgmcmc")
+
+
+def run_folder(trainer: pl.Trainer) -> Path:
+    """Return the folder of this run, the same on all ranks: the first logger's, else `sgmcmc` in `default_root_dir`.
+
+    Loggers with one folder per run (CSV, TensorBoard) provide it; for others (W&B) it is built from `save_dir`, name
+    and version. A trainer that evaluates another run's samples has a folder in that run's (see `evaluate_beside`).
+    It is absolute. That of a run whose folder is not on a local disk (`s3://bucket/run`) is `sgmcmc/bucket/run`.
+    """
+    if trainer in EVALUATIONS:
+        return Path(trainer.strategy.broadcast(str(EVALUATIONS[trainer][0])))
+    folder = _folder_of(trainer).removeprefix("file://")
+    if is_remote(folder):
+        parts = folder.partition("://")[2].replace("..", "").split("/")
+        folder = os.path.join("sgmcmc", *(part for part in parts if part))
+    return Path(trainer.strategy.broadcast(os.path.join(_STARTED_IN.get(trainer) or Path.cwd(), folder)))

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, WarmStart
 from lightning_sgmcmc.callbacks.schedule import StepControls
-from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.diagnostics.findings import FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.diagnostics.verdict import OFTEN_ACCEPTED
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.tune.proposal import Limit, Probe, scaled, tail_mean
 from lightning_sgmcmc.tune.runs import COLD, STILL, Energies, FixedControls, RunForm, ShortRuns, State, optimization
 

@@ -15,10 +15,9 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, Sample
 from lightning_sgmcmc.callbacks.base import sampling_module
 from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.chains.chains import values_of
-from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT
 from lightning_sgmcmc.seeding import TorchStates, unchanged_generators

@@ -23,12 +23,11 @@ from lightning_sgmcmc.callbacks.schedule import (
 )
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.execution import graphs_kept
-from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.process import silenced
 from lightning_sgmcmc.run.facts import chance_nll
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.seeding import unchanged_generators

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from lightning_sgmcmc.figures.canvas import COLOURS, SINGLE_COLOUR, panels, save_figure
 from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.recipes.equal_cost.comparison import Cell, Difference, Results, best_auroc, sentences
 from lightning_sgmcmc.recipes.equal_cost.methods import ROWS
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
-from lightning_sgmcmc.run.results import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,12 +18,12 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     WarmStart,
 )
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.recipes.hmc_fidelity.problems import datamodule, module_of
 from lightning_sgmcmc.recipes.hmc_fidelity.scores import FAILED, Scores, scores_of
 from lightning_sgmcmc.recipes.hmc_fidelity.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.trainers import kept_samples, prepare_run, quiet_trainer, resumed_fit
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import SGHMC, SGLD, Sampler, ScaleAdaptedSGHMC, pMCLMC, pSGLD
 
 FRICTION = 0.1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import MetropolisTest, SampleCollector, SamplingSchedule, WarmStart
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.draws import autocorrelation_time
 from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS, Settings
@@ -21,7 +22,6 @@ from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 from lightning_sgmcmc.reference.chains import HamiltonianChains
 from lightning_sgmcmc.reference.chains import Settings as ReferenceSettings
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.simulation.loop import LightLoop, Recorder, Step, StepPart, chain_normals

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, SGLD, Gaussian, UnderdampedLangevin
-from lightning_sgmcmc.run.results import markdown_table
+from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.singular import learning_coefficient
 from tests.support.singular import DEEP, REDUCED_RANK, LinearNetworkProblem
 

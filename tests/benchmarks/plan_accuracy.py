@@ -37,7 +37,7 @@ from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCal
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
-from lightning_sgmcmc.run.results import markdown_table
+from lightning_sgmcmc.plain import markdown_table
 
 LANGEVIN_FRICTION = 40.0
 SAMPLERS: dict[str, Any] = {

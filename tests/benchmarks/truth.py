@@ -32,8 +32,8 @@ from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule, WarmStart
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.draws import chain_diagnostics
+from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS, curve
-from lightning_sgmcmc.run.results import markdown_table
 from tests.support.hmc import Array, Target, between_chains, distance, hmc
 from tests.support.trainers import quiet_trainer
 

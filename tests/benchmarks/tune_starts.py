@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, SGLD, SGNHT, BayesianModule, Categorical, GaussianPrior, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, CyclicalSchedule, SamplingSchedule
+from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.datamodules import DigitsDataModule
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.run.results import markdown_table
+from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.tune import propose_lr
 from tests.support.trainers import quiet_trainer
 

@@ -1,0 +1,166 @@
+"""Figures, histograms and tables of a run: in its loggers, its notebook and its folder."""
+
+import csv
+import io
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
+
+from lightning_sgmcmc.figures.canvas import save_figure, styled
+from lightning_sgmcmc.figures.evaluation import histogram, histogram_figure
+from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.plain import markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Cell = str | float | int | None
+DPI = 150
+
+
+def log_figure(
+    trainer: pl.Trainer, name: str, figure: "Figure", step: int, folder: Path | None, for_print: bool = False
+) -> None:
+    """Write a figure to the loggers that accept pictures, and as a PNG file; in a notebook, show it.
+
+    Args:
+        trainer: the run's; only rank zero writes.
+        name: a name such as "posterior/energy"; the part after the slash names the file.
+        folder: folder of the file; None writes no file.
+    """
+    if not trainer.is_global_zero:
+        return
+    png = io.BytesIO()
+    with styled():
+        figure.savefig(png, format="png", dpi=DPI)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            _log_object(logger, name, wandb.Image(_pixels(png)), step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(name, np.asarray(_pixels(png)), step, dataformats="HWC")
+    show_inline(trainer, name, png.getvalue())
+    if folder is not None:
+        write_output(folder / f"{_stem(name)}.png", png.getvalue())
+        if for_print:
+            save_figure(figure, folder / f"{_stem(name)}.png")
+
+
+def log_histogram(
+    trainer: pl.Trainer, name: str, values: Sequence[float], label: str, step: int, folder: Path | None
+) -> None:
+    """Write a histogram to the loggers that accept them, and as a PNG file; non-finite numbers are left out.
+
+    Args:
+        label: the axis label, with the unit.
+    """
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    if not trainer.is_global_zero or finite.size == 0:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            _log_object(logger, name, wandb.Histogram(np_histogram=histogram(finite.tolist())), step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_histogram(name, finite, step)
+    if folder is not None:
+        png = io.BytesIO()
+        histogram_figure(finite.tolist(), label).savefig(png, format="png", dpi=DPI)
+        write_output(folder / f"{_stem(name)}.png", png.getvalue())
+
+
+def log_table(
+    trainer: pl.Trainer,
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    step: int,
+    folder: Path | None,
+) -> None:
+    """Write a table to the loggers that accept them, and as a CSV file; a non-finite number is an empty cell."""
+    if not trainer.is_global_zero:
+        return
+    rows = [[_cell(cell) for cell in row] for row in rows]
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            table = wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
+            _log_object(logger, name, table, step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(
+                name, markdown_table(columns, [[_text(cell) for cell in row] for row in rows]), step
+            )
+    if folder is not None:
+        text = io.StringIO(newline="")
+        inert = [[_inert(cell) for cell in row] for row in (columns, *rows)]
+        csv.writer(text, lineterminator="\n").writerows(inert)
+        write_output(folder / f"{_stem(name)}.csv", text.getvalue().encode())
+
+
+def _inert(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula, as names of metrics that begin with "=" are."""
+    if not isinstance(cell, str):
+        return cell
+    line = " ".join(cell.split())
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
+
+
+def _log_object(logger: WandbLogger, name: str, value: Any, step: int) -> None:
+    objects: dict[str, Any] = {name: value}  # W&B accepts more than the numbers that Lightning declares
+    logger.log_metrics(objects, step=step)
+
+
+def _pixels(png: io.BytesIO) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png.getvalue())).convert("RGB")
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _cell(cell: Cell) -> Cell:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.6g}"
+    return "" if cell is None else str(cell)
+
+
+# -- notebook ----------------------------------------------------------------------------------------------------------
+
+
+_shown: "WeakKeyDictionary[pl.Trainer, set[str]]" = WeakKeyDictionary()
+"""Names of the figures that each trainer's run has in the notebook."""
+
+
+def in_notebook() -> bool:
+    """Return whether the process is a notebook's kernel; IPython in a terminal is none."""
+    get_ipython: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and hasattr(get_ipython(), "kernel")
+
+
+def show_inline(trainer: pl.Trainer, name: str, png: bytes) -> None:
+    """Show a picture below the notebook's cell, in place of the run's earlier one of the same name."""
+    if not in_notebook():
+        return
+    from IPython.display import Image, display, update_display  # type: ignore[import-not-found,unused-ignore]
+
+    shown = _shown.setdefault(trainer, set())
+    show = update_display if name in shown else display
+    show(Image(data=png), display_id=f"{id(trainer)}/{name}")
+    shown.add(name)
