@@ -18,9 +18,10 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import Run
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
+from lightning_sgmcmc.callbacks.planned import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
-from lightning_sgmcmc.callbacks.schedule import PlannedLength, RunLength, Schedule, StepControls, epoch_length
+from lightning_sgmcmc.callbacks.schedule import PlannedLength
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.state import Stage

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.schedule import (
-    FirstStage,
-    PlannedLength,
-    RunLength,
-    Schedule,
-    StepControls,
-    require_schedule,
-)
+from lightning_sgmcmc.callbacks.planned import FirstStage, RunLength, Schedule, StepControls, require_schedule
+from lightning_sgmcmc.callbacks.schedule import PlannedLength
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.execution import MASK_SEED, dropout_layers

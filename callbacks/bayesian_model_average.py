@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import flat_loaders, is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.schedule import require_schedule, target_of
+from lightning_sgmcmc.callbacks.planned import require_schedule, target_of
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once

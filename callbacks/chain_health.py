@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.schedule import is_optimization
+from lightning_sgmcmc.callbacks.planned import is_optimization
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage

@@ -9,7 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.schedule import begin_first_stage, target_of
+from lightning_sgmcmc.callbacks.planned import begin_first_stage, target_of
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import PosteriorSample

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, refuse_loss_scaler
-from lightning_sgmcmc.callbacks.schedule import is_warming_up
+from lightning_sgmcmc.callbacks.planned import is_warming_up
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, RunCost
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.execution import undisturbed_generators

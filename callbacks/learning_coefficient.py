@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import Run, SamplerCallback
-from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.callbacks.planned import require_schedule
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.samples import Drawing

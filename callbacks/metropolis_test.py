@@ -10,13 +10,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import fault_of_order, fault_of_start, has_short_steps
 from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, refuse_loss_scaler
-from lightning_sgmcmc.callbacks.schedule import (
-    Schedule,
-    epoch_length,
-    is_optimization,
-    require_schedule,
-    schedule_of,
-)
+from lightning_sgmcmc.callbacks.planned import Schedule, epoch_length, is_optimization, require_schedule, schedule_of
 from lightning_sgmcmc.chains.callback import ChainSizes, Place
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.state import Stage

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.schedule import target_of
+from lightning_sgmcmc.callbacks.planned import target_of
 from lightning_sgmcmc.chains.callback import Place, SampledChains
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of

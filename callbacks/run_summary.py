@@ -9,7 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.schedule import is_optimization
+from lightning_sgmcmc.callbacks.planned import is_optimization
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport

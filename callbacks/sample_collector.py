@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.callbacks.planned import require_schedule
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample

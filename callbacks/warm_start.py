@@ -9,7 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
 from lightning_sgmcmc.callbacks.base import Run, sampling_module
-from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, schedule_of
+from lightning_sgmcmc.callbacks.planned import FirstStage, epoch_length, schedule_of
 from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.state import Stage

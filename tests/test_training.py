@@ -31,7 +31,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.callbacks.schedule import RunLength
+from lightning_sgmcmc.callbacks.planned import RunLength
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from tests.support.problems import blob_network, blobs, classifier, loaders
 from tests.support.recorders import Samples

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, WarmStart
-from lightning_sgmcmc.callbacks.schedule import StepControls
+from lightning_sgmcmc.callbacks.planned import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.diagnostics.findings import FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures

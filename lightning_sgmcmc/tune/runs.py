@@ -12,15 +12,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ContourGradient, MetropolisTest, SamplerCallback
 from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling
-from lightning_sgmcmc.callbacks.schedule import (
-    FirstStage,
-    RunLength,
-    SamplingSchedule,
-    Schedule,
-    StepControls,
-    epoch_length,
-    schedule_of,
-)
+from lightning_sgmcmc.callbacks.planned import FirstStage, RunLength, Schedule, StepControls, epoch_length, schedule_of
+from lightning_sgmcmc.callbacks.schedule import SamplingSchedule
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage

@@ -1,0 +1,308 @@
+"""A schedule as the rest of a run sees it: the controls of each step, which states are samples, and how long it is."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
+from lightning_sgmcmc.chains.callback import Place, PlannedSchedule
+from lightning_sgmcmc.chains.chains import ChainModel, chains_of
+from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial, pass_on
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
+from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
+
+
+class StepControls(NamedTuple):
+    """The controls that a schedule sets for a step.
+
+    Attributes:
+        lr_factor: the step size over the configured lr.
+        temperature: τ, None for the target's.
+        stage: the stage of the step.
+        temperature_factor: multiplies the temperature (annealing).
+    """
+
+    lr_factor: float
+    temperature: float | None
+    stage: Stage
+    temperature_factor: float = 1.0
+
+
+class RunLength(NamedTuple):
+    """The parts of a run that a schedule depends on.
+
+    Attributes:
+        steps: optimizer steps of the schedule, infinite if unknown.
+        steps_per_epoch: optimizer steps of an epoch, 0 if unknown.
+        lr: the configured step size of the first parameter group.
+        is_trial: whether this is a `fast_dev_run`.
+    """
+
+    steps: float
+    steps_per_epoch: int = 0
+    lr: Control = 1.0
+    is_trial: bool = False
+
+
+class FirstStage(SamplerCallback):
+    """Base class of a stage of the run before its schedule begins; a run has at most one."""
+
+    def enter(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Set `module.chains.progress.warm_steps`, the steps after which the schedule begins; repeated calls do
+        nothing."""
+        raise NotImplementedError
+
+    def advance(self, trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> None:
+        """Let the schedule begin with the coming step, if the stage is over; repeated calls do nothing.
+
+        Args:
+            trainer: the run's.
+            module: the run's.
+            batch_idx: index of the coming micro-batch in the epoch.
+        """
+        raise NotImplementedError
+
+
+class Schedule(SamplerCallback):
+    """Base class of schedules, which decide when samples are drawn; a run has exactly one.
+
+    Subclasses implement `lay_out`, `controls` and `draws`, which need no trainer: after
+    `schedule.lay_out(RunLength(steps))`, `schedule.controls(k)` are the controls of step k = 1, …, steps. In a run, k
+    is the number of the next optimizer step, less those of a warm start, from the sampler's own counter: it survives a
+    resume, and excludes steps that a loss scaler skipped.
+    """
+
+    changes_chain = True
+    place = Place.SCHEDULE
+    setting = "schedule"
+    entries: ClassVar[Mapping[str, Any]] = {"warm_steps": int}
+
+    temperature: float | None = None
+    """τ of the target; None uses the module's."""
+
+    _first_stage: FirstStage | None = None
+    _saved_warm_steps: int = 0
+    _step: int = 0
+    _planned: float = math.inf
+    """Steps that the schedule was laid out for, if it needs to know them."""
+    _target_temperature: Control = 1.0
+    _is_set_up = False
+
+    @property
+    def state_key(self) -> str:
+        # A trainer refuses equal keys when it is made, in words about keys; `setup` refuses a second schedule by name.
+        return super().state_key if self._is_set_up else f"{super().state_key} {id(self)}"
+
+    def reset(self) -> None:
+        self._saved_warm_steps = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        sampling_module(pl_module, self)
+        schedules = [c for c in callbacks_of(trainer) if isinstance(c, Schedule)]
+        if len(schedules) > 1:
+            names = " and ".join(type(c).__name__ for c in schedules)
+            raise ValueError(f"a run has one schedule, got {names}: remove one of them")
+        self._is_set_up = True
+        super().setup(trainer, pl_module, stage)
+
+    def lay_out(self, length: RunLength) -> None:
+        """Compute the parts that depend on the run's length.
+
+        Raises:
+            ValueError: if the run has no end that the schedule needs, or is too short for its samples.
+        """
+        raise NotImplementedError
+
+    def controls(self, step: int) -> StepControls:
+        """Return the controls of step k, a pure function once the schedule is laid out."""
+        raise NotImplementedError
+
+    def draws(self, step: int) -> bool:
+        """Return whether the states after step k are samples."""
+        raise NotImplementedError
+
+    @property
+    def first_sample(self) -> int:
+        """The step after which the first sample is drawn, once the schedule is laid out."""
+        raise NotImplementedError
+
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Lay the schedule out over the run, before the first step."""
+        lr, progress = self.run.sampler.param_groups[0]["initial_lr"], module.chains.progress
+        self._saved_warm_steps = progress.warm_steps
+        steps = fit_steps(trainer) - progress.warm_steps
+        self._planned = steps if hasattr(self, "_length") else math.inf
+        self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
+        progress.first_sample = progress.warm_steps + self.first_sample
+        self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
+        self._check_temperature()
+        if not is_trial(trainer):
+            self._check_burn_in()
+
+    def _check_temperature(self) -> None:
+        """Raise for a sampler without a step at temperature 0 in a schedule that begins there."""
+        own = self.controls(1).temperature
+        temperature = self._target_temperature if own is None else own
+        if not self.run.sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
+            raise ValueError(NO_COLD_LIMIT.format(type(self.run.sampler).__name__))
+
+    def _check_burn_in(self) -> None:
+        """Raise for a sampler that is to be frozen before it has seen a gradient."""
+        sampler = self.run.sampler
+        if not isinstance(sampler, PreconditionedSampler) or not sampler.needs_burn_in:
+            return
+        if self.controls(1).stage is Stage.SAMPLING:
+            adapt, name = sampler.param_groups[0]["adapt"], type(sampler).__name__
+            raise ValueError(
+                f"{name}(adapt={adapt!r}) estimates its preconditioner before the sampling stage, and "
+                f"{type(self).__name__} begins with that: give it a burn-in (SamplingSchedule(burn_in_steps=…), "
+                f"CyclicalSchedule(exploration=…)), or pass adapt='always'"
+            )
+
+    def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
+        """Set the controls for step k."""
+        controls = self.controls(step)
+        temperature = self._target_temperature if controls.temperature is None else controls.temperature
+        if controls.temperature_factor != 1:
+            temperature = temperature * controls.temperature_factor
+        for group in sampler.param_groups:
+            group["temperature"] = temperature
+            if self.sets_lr:
+                group["lr"] = self._lr(group, step, controls)
+        module.chains.progress.stage = controls.stage
+        if isinstance(sampler, PreconditionedSampler):
+            sampler.set_adapting(controls.stage is not Stage.SAMPLING)
+
+    def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
+        """Return the step size of a parameter group at step k."""
+        return group["initial_lr"] * controls.lr_factor  # type: ignore[no-any-return]
+
+    sets_lr = True
+
+    def as_schedule(self) -> PlannedSchedule:
+        return self
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        trainer, module = run.trainer, run.module
+        if saved is not None:
+            self._saved_warm_steps = saved["warm_steps"]
+        if self.sets_lr and trainer.lr_scheduler_configs:
+            scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
+            raise ValueError(
+                f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them (the schedules' "
+                "own ways are CyclicalSchedule and SamplingSchedule(lr_decay=…) or lr_annealing=…)"
+            )
+        for group in self.run.sampler.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        module.chains.progress.schedule = type(self).__name__
+        self._first_stage = begin_first_stage(trainer, module)
+        if self._first_stage is None:
+            self._continue_after_warm_start(module)
+        self.plan(trainer, module)
+        if is_optimization(trainer, module):
+            self.announce_optimization(module)
+
+    def announce_optimization(self, module: ChainModel) -> None:
+        """Say what a run at temperature 0 collects, since its states are not samples of the posterior."""
+        rank_zero_warn(
+            "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
+            "and their average is a snapshot ensemble."
+        )
+
+    def _continue_after_warm_start(self, module: ChainModel) -> None:
+        """Count from the end of the checkpoint's warm start, in a run without that callback."""
+        if self._saved_warm_steps > self.run.sampler.step_count:
+            raise ValueError(
+                f"the checkpoint is in the middle of a WarmStart of {self._saved_warm_steps} steps, and this run has "
+                "none: add the same WarmStart to the trainer's callbacks"
+            )
+        module.chains.progress.warm_steps = self._saved_warm_steps
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        module: ChainModel = pl_module  # type: ignore[assignment]
+        if self._first_stage is not None:
+            self._first_stage.advance(trainer, module, batch_idx)
+        self._step = self.run.sampler.step_count + 1 - module.chains.progress.warm_steps
+        if self._step > self._planned:
+            self._planned = math.inf
+            rank_zero_warn(
+                f"The fit goes on after the {self._step - 1} steps that {type(self).__name__} has planned for, since "
+                "epochs have become longer or max_epochs was raised: pass max_steps to plan for the whole run."
+            )
+        if self._step > 0:
+            self.apply(self._step, module, self.run.sampler)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.has_stepped(pl_module) and self.draws(self._step):
+            chains_of(pl_module).progress.sample_due = True
+
+    def has_stepped(self, module: pl.LightningModule) -> bool:
+        """Return whether the batch that ends has completed a step of the schedule.
+
+        Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
+        """
+        warm_steps = chains_of(module).progress.warm_steps
+        return self._step > 0 and self.run.sampler.step_count == self._step + warm_steps
+
+    def state(self) -> dict[str, Any]:
+        return {"warm_steps": self._saved_warm_steps}
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        pass_on(trainer, exception)  # the process that started the ranks has only the user's callbacks
+
+
+def begin_first_stage(trainer: pl.Trainer, module: ChainModel) -> FirstStage | None:
+    """Begin the run's first stage, if it has one, and return it."""
+    stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+    if stage is not None:
+        stage.enter(trainer, module)
+    return stage
+
+
+def is_warming_up(trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> bool:
+    """Return whether the step of a coming micro-batch belongs to the run's first stage."""
+    for stage in callbacks_of(trainer) if module.chains.progress.stage is Stage.WARM_START else ():
+        if isinstance(stage, FirstStage):
+            stage.advance(trainer, module, batch_idx)
+    return module.chains.progress.stage is Stage.WARM_START
+
+
+def is_optimization(trainer: pl.Trainer, module: ChainModel) -> bool:
+    """Return whether a run collects its states at temperature 0, so that they are not samples of a posterior."""
+    temperature = target_of(trainer, module)
+    return temperature == 0 or (isinstance(temperature, tuple) and not any(temperature))
+
+
+def target_of(trainer: pl.Trainer, module: ChainModel) -> float | tuple[float, ...]:
+    """Return the target's temperature, or that of each chain: the schedule's, else the module's."""
+    schedule = schedule_of(trainer)
+    own = None if schedule is None else schedule.temperature
+    return module.temperature if own is None else own
+
+
+def epoch_length(trainer: pl.Trainer) -> int:
+    """Return the number of optimizer steps in an epoch, 0 if unknown."""
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 0
+
+
+def schedule_of(trainer: pl.Trainer) -> Schedule | None:
+    """Return the run's schedule, if it has one."""
+    return next((c for c in callbacks_of(trainer) if isinstance(c, Schedule)), None)
+
+
+def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Raise for a run that would never draw a sample."""
+    if schedule_of(trainer) is None:
+        raise ValueError(
+            f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which "
+            "decide when samples are drawn"
+        )
