@@ -1,25 +1,25 @@
 """Callbacks for sampling runs; they interact only through the module's controls and samples, and combine freely."""
 
 from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling, recommended
-from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.baselines import SWAG, DeepEnsemble, MCDropout
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
-from lightning_sgmcmc.callbacks.chain_health import ChainHealth
-from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
-from lightning_sgmcmc.callbacks.control_variates import ControlVariates, VarianceReducedEnergy
-from lightning_sgmcmc.callbacks.covariance_friction import CovarianceFriction
-from lightning_sgmcmc.callbacks.ewsg import EWSG
-from lightning_sgmcmc.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
-from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.schedule import CyclicalSchedule, SamplingSchedule
 from lightning_sgmcmc.callbacks.warm_start import WarmStart
+from lightning_sgmcmc.chains.callback import SamplerCallback
+from lightning_sgmcmc.contour.callback import ContourGradient
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.run.resume import ExactResume
+from lightning_sgmcmc.singular.callback import LearningCoefficient
+from lightning_sgmcmc.subsampling.control_variates import ControlVariates, VarianceReducedEnergy
+from lightning_sgmcmc.subsampling.covariance_friction import CovarianceFriction
+from lightning_sgmcmc.subsampling.ewsg import EWSG
+from lightning_sgmcmc.tempering.callback import ReplicaExchange
 
 __all__ = [
     "EWSG",

@@ -15,16 +15,16 @@ import yaml
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import Run
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
-from lightning_sgmcmc.callbacks.chain_health import ChainHealth
-from lightning_sgmcmc.callbacks.planned import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.schedule import PlannedLength
+from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -39,6 +39,7 @@ from lightning_sgmcmc.evaluation.scoring import (
     states_on,
 )
 from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.posterior.calibration import overconfidence
@@ -47,7 +48,6 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.schedules import WarmUpAndDecay
 

@@ -11,21 +11,20 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.planned import FirstStage, RunLength, Schedule, StepControls, require_schedule
 from lightning_sgmcmc.callbacks.schedule import PlannedLength
-from lightning_sgmcmc.chains.callback import ChainSizes, Place
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.execution import MASK_SEED, dropout_layers
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, Schedule, StepControls, require_schedule
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import callbacks_of
 from lightning_sgmcmc.chains.warm_start import ChainOptimizers, check_optimizer, chosen_decay, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refreshed
 from lightning_sgmcmc.expansion import is_expanded
 from lightning_sgmcmc.priors import FlatPrior
-from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.schedules import AveragingPlan, cyclical_lr_factor

@@ -10,12 +10,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import flat_loaders, is_shuffled
-from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.planned import require_schedule, target_of
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
+from lightning_sgmcmc.chains.schedule import require_schedule, target_of
+from lightning_sgmcmc.chains.trainer import is_finished
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.compiling import is_compiled
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, UserMetrics
@@ -34,7 +34,6 @@ from lightning_sgmcmc.evaluation.scoring import (
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.run.checks import PatientStopping
-from lightning_sgmcmc.run.trainer import is_finished
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""

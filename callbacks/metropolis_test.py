@@ -9,18 +9,17 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import fault_of_order, fault_of_start, has_short_steps
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, refuse_loss_scaler
-from lightning_sgmcmc.callbacks.planned import Schedule, epoch_length, is_optimization, require_schedule, schedule_of
-from lightning_sgmcmc.chains.callback import ChainSizes, Place
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
+from lightning_sgmcmc.chains.logging import log_scalars
+from lightning_sgmcmc.chains.schedule import Schedule, epoch_length, is_optimization, require_schedule, schedule_of
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
+from lightning_sgmcmc.health.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.run.logging import log_scalars
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact_device

@@ -9,23 +9,22 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.chains.trainer import is_trial, log_interval, run_folder
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.health.facts import prior_norm
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
-from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.loggers import named_step_sizes, traced_weights
-from lightning_sgmcmc.run.logging import log_scalars
-from lightning_sgmcmc.run.pictures import log_figure, log_histogram, log_table
 from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory
-from lightning_sgmcmc.run.trainer import is_trial, log_interval, run_folder
 from lightning_sgmcmc.tensors import mean_of
 
 OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")

@@ -9,10 +9,10 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 
+from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.files import free_name, is_regular, replacing
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
-from lightning_sgmcmc.run.trainer import run_folder
 
 
 class PredictionWriter(BasePredictionWriter):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.planned import is_optimization
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
+from lightning_sgmcmc.chains.schedule import is_optimization
+from lightning_sgmcmc.chains.trainer import baseline_of, is_trial, run_folder
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
+from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run
@@ -31,7 +31,6 @@ from lightning_sgmcmc.run.results import (
     write_evaluation,
     write_results,
 )
-from lightning_sgmcmc.run.trainer import baseline_of, is_trial, run_folder
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, sampling_module
-from lightning_sgmcmc.callbacks.planned import require_schedule
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.chains.schedule import require_schedule
+from lightning_sgmcmc.chains.trainer import is_finished, is_trial, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import local_path
@@ -28,7 +28,6 @@ from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.run.checkpoints import check_common, mark_of_store
 from lightning_sgmcmc.run.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
 from lightning_sgmcmc.run.resume import check_resume
-from lightning_sgmcmc.run.trainer import is_finished, is_trial, run_folder
 from lightning_sgmcmc.tables import Columns
 
 

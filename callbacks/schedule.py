@@ -7,12 +7,12 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Run
-from lightning_sgmcmc.callbacks.planned import RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps
 from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.schedules import Annealing, CyclicalPlan, PolynomialDecay

@@ -8,14 +8,13 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
-from lightning_sgmcmc.callbacks.base import Run, sampling_module
-from lightning_sgmcmc.callbacks.planned import FirstStage, epoch_length, schedule_of
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, Run, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.schedule import FirstStage, epoch_length, schedule_of
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import fit_steps, is_trial
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
-from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
 

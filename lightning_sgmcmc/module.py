@@ -14,12 +14,13 @@ from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.layout import present_place
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.starts import redraw
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_example, leave_out_graph, put_in_place, settle_folders
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
 from lightning_sgmcmc.planning import RunPlan
@@ -32,7 +33,6 @@ from lightning_sgmcmc.run.loggers import stay_offline_without_login
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
 from lightning_sgmcmc.run.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
-from lightning_sgmcmc.run.trainer import callbacks_of, is_example, leave_out_graph, put_in_place, settle_folders
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
 

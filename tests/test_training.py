@@ -31,8 +31,8 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.callbacks.planned import RunLength
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.schedule import RunLength
 from tests.support.problems import blob_network, blobs, classifier, loaders
 from tests.support.recorders import Samples
 from tests.support.trainers import quiet_trainer

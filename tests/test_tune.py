@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
 from lightning_sgmcmc.callbacks import CyclicalSchedule, MetropolisTest, SamplingSchedule, WarmStart
-from lightning_sgmcmc.callbacks.planned import RunLength
+from lightning_sgmcmc.chains.schedule import RunLength
 from lightning_sgmcmc.cli.before_fit import _table
 from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.samplers import GGMC, SGHMC, SGLD

@@ -21,7 +21,7 @@ from docs.hooks.pictures import BLUE, ORANGE, PAGE, picture
 from lightning_sgmcmc import SGHMC, BayesianModule, Gaussian, GaussianPrior, NonFiniteEnergyError
 from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.callbacks.planned import Schedule
+from lightning_sgmcmc.chains.schedule import Schedule
 from lightning_sgmcmc.datamodules import TensorBatches
 
 NOISE = 0.3

@@ -1,4 +1,4 @@
-"""What a callback declares about itself to the services of a run, which are on lower floors than the callbacks."""
+"""What a callback of a run is: what it declares to plans, checkpoints and the command line, and its life in a fit."""
 
 import functools
 import inspect
@@ -9,9 +9,14 @@ from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sampler_of
+from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.tensors import exact
 
@@ -173,3 +178,201 @@ def text_of(value: Any) -> str:
     # An argument that is left out may be newer than a checkpoint's settings.
     public = {k: v for k, v in public.items() if v is not None or getattr(cls, k, ...) is not None}
     return f"{cls.__name__}({', '.join(f'{k}={text_of(v)}' for k, v in public.items())})"
+
+
+# -- the life of a fit -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A fit in progress, as its callbacks see it.
+
+    Attributes:
+        trainer, module, chains, sampler: of the fit.
+    """
+
+    trainer: pl.Trainer
+    module: ChainModel
+    chains: Chains
+    sampler: Sampler
+
+    @property
+    def layout(self) -> ChainLayout:
+        """Which chains of the run this process holds."""
+        return self.chains.layout
+
+
+class SamplerCallback(RunCallback):
+    """A callback of a sampling run: it may set the sampler's controls, and it sees every posterior sample.
+
+    The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step`
+    (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules decide
+    whether the states are samples), and then `on_posterior_samples` and, once per chain, `on_posterior_sample`.
+
+    The life of a fit: `reset`, the `claims`, `check`, `begin` with the state of a checkpoint, the steps, `end`. From
+    `begin` to `end` the fit's parts are in `run`; whatever ends a fit, the callback holds nothing of it afterwards.
+
+    Example::
+
+        from lightning_sgmcmc.chains.callback import Run
+
+        class Watch(SamplerCallback):
+            def begin(self, run: Run, saved: dict | None) -> None:
+                self.energies = [] if saved is None else saved["energies"]
+
+            def on_posterior_sample(self, trainer, pl_module, sample) -> None:
+                self.energies.append(sample.energy)
+
+            def state(self) -> dict:
+                return {"energies": list(self.energies)}
+    """
+
+    _run: Run | None = None
+    _saved: dict[str, Any] | None = None
+    """The state of a checkpoint before `begin`, and that of the fit after its end."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names_arguments(cls)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in changed_arguments(self))})"
+
+    # -- what a subclass defines --------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Clear the state of an earlier fit; a checkpoint's state is loaded afterwards."""
+
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Raise for a fit that the callback cannot be part of; chains and loaders are not made yet."""
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        """Begin a fit, before its first step.
+
+        Args:
+            run: the fit's parts, which `self.run` holds until its end.
+            saved: what `state` returned, of the checkpoint that the fit continues from; None without one.
+        """
+
+    def end(self) -> None:
+        """Release what belongs to the fit, after its last hook; `self.run` is dropped afterwards."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: plain data and tensors of all chains of the run."""
+        return {}
+
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: Any, drawing: Drawing) -> None:
+        """Called with all samples of a step, for work that is done together; `on_posterior_sample` follows with each.
+
+        The module is a `BayesianModule`. A step with more samples than the process has chains has several drawings.
+        """
+
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: Any, sample: PosteriorSample) -> None:
+        """Called with each sample when it is drawn; the module is a `BayesianModule`."""
+
+    @property
+    def state_key(self) -> str:
+        """The key of the state in a checkpoint; two callbacks of a class may have one only where they have no state."""
+        own = type(self)
+        has_state = own.state is not SamplerCallback.state or own.state_dict is not SamplerCallback.state_dict
+        return super().state_key if has_state else f"{super().state_key} {id(self)}"
+
+    # -- the life of a fit --------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The parts of the fit in progress."""
+        if self._run is None:
+            raise AttributeError(f"{type(self).__name__} is in no fit: `run` has its parts from `begin` to `end`")
+        return self._run
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raise for a module that does not sample; reset, claim and check at the start of a fit.
+
+        Raises:
+            TypeError: if the module is not a `BayesianModule`.
+        """
+        module = sampling_module(pl_module, self)
+        if stage != "fit":
+            return
+        self._run = self._saved = None
+        self.reset()
+        for subject, method in self.claims.items():
+            module.chains.claims.claim(subject, self, None if method is None else getattr(self, method))
+        self.check(trainer, module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = sampling_module(pl_module, self)
+        saved, self._saved = self._saved, None
+        self._run = Run(trainer, module, module.chains, sampler_of(module))
+        self.begin(self._run, saved)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.release()
+
+    def release(self, failed: bool = False) -> None:
+        """Drop the fit, so that module and callback can be copied; the state can still be saved by one process alone.
+
+        Args:
+            failed: whether an error has ended the fit, so that the state may be lost with it.
+        """
+        for name in ("log", "log_dict"):  # methods of the module, which Lightning lends to callbacks for a run
+            vars(self).pop(name, None)
+        if self._run is None:
+            return
+        try:
+            self._saved = self.state_dict() if self.saves_alone else None
+        except Exception:
+            if not failed:
+                raise
+        finally:
+            self.end()
+            self._run = None
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether `state` needs nothing of other processes, which may have failed."""
+        return not self.run.layout.is_spread
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state() if self._saved is None else self._saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+
+class StepClaimant(SamplerCallback):
+    """A callback with a claim that is called before an update; it calls all such claims in the order of a step.
+
+    Only these callbacks have the hook, since each call of it costs a microsecond or two in every step.
+    """
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        chains_of(pl_module).claims.before_update(trainer)
+
+
+def sampling_module(module: pl.LightningModule, callback: pl.Callback) -> ChainModel:
+    """Return the module of a callback, typed as one with chains."""
+    if is_of_other_namespace(module):
+        raise TypeError(
+            f"{type(module).__name__} comes from lightning.pytorch, but {type(callback).__name__} from "
+            "pytorch_lightning, and the two do not mix: import Trainer and modules from pytorch_lightning"
+        )
+    if not isinstance(module, ChainModel):
+        raise TypeError(
+            f"{type(callback).__name__} works with a BayesianModule, got {type(module).__name__}: derive it from "
+            "lightning_sgmcmc.BayesianModule, or wrap the network as BayesianModule(net=…)"
+        )
+    return module
+
+
+def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
+    """Raise for a run with a loss scaler."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"{why}, but a loss scaler rescales them and makes some infinite: use "
+            "precision='bf16-mixed' instead of '16-mixed'"
+        )

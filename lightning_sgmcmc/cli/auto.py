@@ -18,6 +18,7 @@ from lightning_sgmcmc.callbacks import AutoSampling, recommended
 from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.claims import SUBJECTS
+from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import NAME
 from lightning_sgmcmc.files import write_atomically
@@ -25,7 +26,6 @@ from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.run.results import RESULTS, TABLE, plain_console, write_results
-from lightning_sgmcmc.run.trainer import callbacks_of, run_folder
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 AUTO = PACKAGE + "AutoSampling"

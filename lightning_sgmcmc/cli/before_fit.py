@@ -16,14 +16,14 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard,
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.chains.chains import chain_model, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import ConfigFile
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.planning import RunPlan
-from lightning_sgmcmc.run.plan import plan_of
+from lightning_sgmcmc.planning.of_trainer import plan_of
 from lightning_sgmcmc.run.results import plain_console
-from lightning_sgmcmc.run.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.tune import StepProposal, propose_lr
 
 AFTERWARDS = (

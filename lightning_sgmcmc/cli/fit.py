@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial, remote_root, run_folder
 from lightning_sgmcmc.cli.auto import choose_sampling, run_baselines, write_repeating_configuration
 from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
@@ -26,7 +27,6 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.checks import why_without_samples
 from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
 from lightning_sgmcmc.run.safeguards import samples_drawn
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, remote_root, run_folder
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""

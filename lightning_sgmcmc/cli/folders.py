@@ -11,10 +11,10 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.cli import SaveConfigCallback
 
+from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import free_name, is_regular, replacing, write_output
 from lightning_sgmcmc.posterior.writing import LOCK, InUseError, is_in_use, lock_alone, lock_shared
-from lightning_sgmcmc.run.trainer import run_folder
 
 NAME = "config.yaml"
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_sgmcmc.contour.auto import ContourChoice
 from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.diagnostics.verdict import DOMINANT_WEIGHT, FEW_SAMPLES, ContourUse
 from lightning_sgmcmc.files import parse_json
+from lightning_sgmcmc.health.verdict import DOMINANT_WEIGHT, FEW_SAMPLES, ContourUse
 from lightning_sgmcmc.tensors import Control, exact
 
 

@@ -3,7 +3,6 @@
 Pure functions of tensors, and small classes for their results; nothing here depends on a trainer or a module.
 """
 
-from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.decisions import (
     agreement,
     aurc,
@@ -25,11 +24,7 @@ from lightning_sgmcmc.diagnostics.draws import (
     weight_efficiency,
     within_groups,
 )
-from lightning_sgmcmc.diagnostics.estimates import Observations
-from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
-from lightning_sgmcmc.diagnostics.health import HealthReport, RunMeasures, Temperatures
-from lightning_sgmcmc.diagnostics.observer import StepObserver
 from lightning_sgmcmc.diagnostics.scores import (
     brier_score,
     classification_metrics,
@@ -41,7 +36,12 @@ from lightning_sgmcmc.diagnostics.scores import (
     reliability,
     sample_crps,
 )
-from lightning_sgmcmc.diagnostics.verdict import RunFacts
+from lightning_sgmcmc.health.assessment import assess
+from lightning_sgmcmc.health.estimates import Observations
+from lightning_sgmcmc.health.findings import Finding, FindingKind
+from lightning_sgmcmc.health.observer import StepObserver
+from lightning_sgmcmc.health.report import HealthReport, RunMeasures, Temperatures
+from lightning_sgmcmc.health.verdict import RunFacts
 
 __all__ = [
     "ChainDiagnostics",

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.health import COLD, POSTERIOR, HealthReport
 from lightning_sgmcmc.diagnostics.scores import calibration_error_by_chance, mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.health.report import COLD, POSTERIOR, HealthReport
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.tensors import widest
 

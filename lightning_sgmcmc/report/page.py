@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_sgmcmc.chains.samples import comparable_log_weights
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency
-from lightning_sgmcmc.diagnostics.health import POSTERIOR
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import text_without_secrets, write_atomically
+from lightning_sgmcmc.health.report import POSTERIOR
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.report import html
 from lightning_sgmcmc.report.html import Table, is_finite

@@ -10,12 +10,12 @@ from lightning_sgmcmc import figures
 from lightning_sgmcmc.contour import ContourState, LearnedContour
 from lightning_sgmcmc.diagnostics.draws import ChainGrid, chain_diagnostics
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances
-from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy, reliability
 from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures import run as figures_contour
 from lightning_sgmcmc.figures import samples as figures_samples
+from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.report.run_record import RunRecord
 from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory, cycle_spans
 

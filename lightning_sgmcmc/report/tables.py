@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from lightning_sgmcmc.chains.samples import SampleRecord, comparable_log_weights
-from lightning_sgmcmc.diagnostics.assessment import ALL_TENSORS
 from lightning_sgmcmc.diagnostics.draws import (
     ChainGrid,
     chain_diagnostics,
@@ -18,7 +17,8 @@ from lightning_sgmcmc.diagnostics.draws import (
     rhat_limit,
     weight_efficiency,
 )
-from lightning_sgmcmc.diagnostics.health import HealthReport, Interval, TemperatureKind, Temperatures
+from lightning_sgmcmc.health.assessment import ALL_TENSORS
+from lightning_sgmcmc.health.report import HealthReport, Interval, TemperatureKind, Temperatures
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html import Cell, Table, is_finite, number

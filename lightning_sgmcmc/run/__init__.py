@@ -1,8 +1,8 @@
 """Services around a fit: checks, guards, checkpoints, exact resume, folders, loggers, the progress bar."""
 
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError
+from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.run.resume import ExactResume
 from lightning_sgmcmc.run.safeguards import Safeguards
-from lightning_sgmcmc.run.trainer import run_folder
 
 __all__ = ["ExactResume", "NonFiniteEnergyError", "Safeguards", "run_folder"]

@@ -16,12 +16,12 @@ from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of, is_per_chain
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
+from lightning_sgmcmc.chains.trainer import callbacks_of, declared, fit_steps, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
-from lightning_sgmcmc.run.trainer import callbacks_of, declared, fit_steps, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 

@@ -10,11 +10,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.chains.samples import SampleRecord
+from lightning_sgmcmc.chains.trainer import EVALUATIONS, run_folder
 from lightning_sgmcmc.files import flush_folder, free_name, is_regular, remove_left_over
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, next_aside, records_from
 from lightning_sgmcmc.posterior.writing import StoreLock
-from lightning_sgmcmc.run.trainer import EVALUATIONS, run_folder
 from lightning_sgmcmc.tables import Columns
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, within_groups
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
-from lightning_sgmcmc.diagnostics.health import HEALTH, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import free_name, parse_json, read_regular, without_secrets, write_output
+from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.tables import TargetScaling
 

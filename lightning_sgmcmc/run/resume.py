@@ -14,6 +14,7 @@ from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import FitSeeds
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_probe
 from lightning_sgmcmc.run.checkpoints import PLACE, ProcessGenerators, check_entries, check_loops
 from lightning_sgmcmc.run.loggers import log_settings
 from lightning_sgmcmc.run.settings import (
@@ -26,7 +27,6 @@ from lightning_sgmcmc.run.settings import (
     is_seeded,
     settings_of,
 )
-from lightning_sgmcmc.run.trainer import callbacks_of, is_probe
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 ACCUMULATED = "accumulated_gradients"

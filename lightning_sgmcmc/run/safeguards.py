@@ -20,8 +20,10 @@ from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampl
 from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
+from lightning_sgmcmc.chains.trainer import callbacks_of, declared, is_finished, is_trial
 from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.model import of_prior
+from lightning_sgmcmc.planning.of_trainer import Planner
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.gaussian import CENTER
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
@@ -39,9 +41,7 @@ from lightning_sgmcmc.run.checks import (
 )
 from lightning_sgmcmc.run.growth import StreamShares, begin_stream, follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
-from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.ranks import Interruption, RankWatch, watch_ranks
-from lightning_sgmcmc.run.trainer import callbacks_of, declared, is_finished, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact

@@ -20,7 +20,7 @@ from lightning_sgmcmc.chains.callback import text_of
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.starts import text_of_start
-from lightning_sgmcmc.run.trainer import declared
+from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.sampler import CONTROLS

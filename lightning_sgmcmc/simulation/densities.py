@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
-from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.loop import (
@@ -27,6 +26,7 @@ from lightning_sgmcmc.simulation.loop import (
     starting_places,
 )
 from lightning_sgmcmc.simulation.targets import Density, Target
+from lightning_sgmcmc.tempering.replica_exchange import attempted_pairs, log_swap_rate, swapped
 from lightning_sgmcmc.tensors import has_float64
 
 SHORT_BLOCK = 8

@@ -1,7 +1,7 @@
 """Singular learning theory around a trained network: local learning coefficients, susceptibilities, influences."""
 
-from lightning_sgmcmc.run.learning_coefficient import LearningCoefficientEstimate
 from lightning_sgmcmc.singular.covariances import influence, sample_losses, susceptibility
+from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate
 from lightning_sgmcmc.singular.learning_coefficient import (
     LearningCoefficientTruth,
     deep_linear_learning_coefficient,

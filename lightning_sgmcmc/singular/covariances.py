@@ -11,9 +11,9 @@ from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.chains.execution import States, TogetherCall, evaluation_mode
 from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.diagnostics.draws import ChainGrid
-from lightning_sgmcmc.diagnostics.local import Covariance, covariance
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.singular.estimate import Covariance, covariance
 
 
 def sample_losses(

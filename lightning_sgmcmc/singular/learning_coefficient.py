@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sgmcmc.callbacks.schedule import SamplingSchedule
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.datamodules import TensorBatches
@@ -23,8 +22,9 @@ from lightning_sgmcmc.model import HOOKS, overrides
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.pretrained import bayesianize
 from lightning_sgmcmc.priors import GaussianPrior
-from lightning_sgmcmc.run.learning_coefficient import LearningCoefficientEstimate
 from lightning_sgmcmc.samplers import SGLD, Sampler
+from lightning_sgmcmc.singular.callback import LearningCoefficient
+from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate
 from lightning_sgmcmc.tensors import widest
 
 

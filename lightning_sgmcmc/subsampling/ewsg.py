@@ -1,16 +1,29 @@
-"""The choice of a step's mini-batch: exponentially weighted stochastic gradients (EWSG).
+"""The choice of a step's mini-batch: exponentially weighted stochastic gradients (EWSG), and their callback.
 
 The functions take batch gradients `g_j` of the mean potential Ũ/N, with any leading axes (chains). A sampler's step is
 `m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.StepLaw`); without momentum a = 0 and m is the parameter itself.
+
 """
 
-from typing import Literal, TypeAlias
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.samplers import StepLaw
-from lightning_sgmcmc.tensors import Control, square_root, widest, widest_dtype
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant, refuse_loss_scaler
+from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.logging import is_logged, log_cost, log_scalars
+from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.samplers import Sampler, StepLaw
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.subsampling.control_variates import rows_of
+from lightning_sgmcmc.tensors import Control, exact, sent, square_root, widest, widest_dtype
 
 Guess: TypeAlias = Literal["unchanged", "stopped", "zero", "one"]
 """The guess of the momentum after the step, m', which eq. (4) needs before it is known.
@@ -74,3 +87,302 @@ def metropolis_index(log_weights: Tensor, log_uniforms: Tensor) -> tuple[Tensor,
         index = torch.where(accepts, candidate, index)
         accepted = accepted + accepts
     return index, accepted
+
+
+# -- callback ----------------------------------------------------------------------------------------------------------
+
+
+STEPS_DRAWN = 256
+"""Steps whose uniform numbers are drawn at once; changing it changes the results of a seed."""
+
+
+class EWSG(StepClaimant):
+    """Chooses each step's mini-batch among M+1, so that the step's law is close to that with the full gradient.
+
+    The step takes the next M+1 batches of the loader. A Metropolis chain starts at the first and replaces batch i
+    by batch j with probability
+
+        min{1, exp(½‖x + n̂a_j‖² - ½‖x + n̂a_i‖²)},   n̂a_j = √h·∇Ũ_j/σ,   σ² = 2γτ,   x = √h·γ·r/σ
+
+    and the sampler receives the gradient of the final batch (for other samplers, h, γ and σ are those of their step,
+    see `lightning_sgmcmc.samplers.StepLaw`). `Ũ_j` includes the prior and the gradient multiplier. Each chain chooses
+    independently. Candidates are disjoint within an epoch if a datamodule's batches are, whereas the paper draws each
+    independently.
+
+    A step costs M+1 gradients: it uses Lightning's accumulation over M+1 times `accumulate_grad_batches`, so epochs
+    are still one pass over the data, with fewer steps. Each candidate has `accumulate_grad_batches` micro-batches;
+    data-parallel ranks share each candidate. The last step of an epoch may have fewer candidates; a last batch with
+    fewer data than the others has a noisier gradient, so it is a candidate only if it is alone. The energy of a step is
+    the mean over all its batches. Gradients are clipped after the choice. While the temperature is the number 0 there
+    is no law to match: the step then uses the mean gradient of all its batches, as with accumulation. M+1 gradients per
+    chain are kept in memory.
+
+    Every `trainer.log_every_n_steps` it logs `ewsg/acceptance`, the share of proposals accepted since the last log,
+    `sampler/gradient_evaluations` (per-datum gradients, for each chain) and `sampler/data_passes`, that number over N.
+
+    To first order in h and with "unchanged", EWSG acts as a friction of h·cov/(2τ), with cov the covariance of the
+    batches' ∇Ũ, which removes heat from their noise. It also prefers large gradients, and shifts the law if their
+    distribution is skewed. `recipes/ewsg_gaussian.py`, `covertype_logistic.py` and `misspecified.py` show where it
+    helps and where it does not.
+
+    With `CovarianceFriction` it is EWSG-VR; with `ControlVariates` the candidates' gradients are the corrected ones.
+
+    Args:
+        num_proposals: M ≥ 0, the length of the Metropolis chain; 0 is the plain sampler, bit for bit, with a warning.
+        guess: x's assumption about the momentum after the step: "unchanged" (the paper's choice, above; x = 0 without
+            momentum), "stopped", x = (-1+hγ)·r/(σ√h), or x itself, "zero" or "one".
+
+    Raises:
+        ValueError: for an argument out of range; at setup, for a loss scaler, a `GradientAccumulationScheduler`, or
+            another callback that chooses gradients; when training starts, for a sampler whose step has another form
+            (pSGLD), or an epoch with fewer batches than a step needs.
+
+    Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
+    """
+
+    changes_chain = True
+    place = Place.CHAIN
+    setting = "ewsg"
+    claims: ClassVar[Mapping[str, str | None]] = {"choose gradient": "_choose"}
+
+    def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
+        check_count("num_proposals", num_proposals, least=0, optional=False)
+        if num_proposals == 0:
+            rank_zero_warn("EWSG has no effect: num_proposals=0 leaves it one batch to choose from; pass 1 or more.")
+        check_choice("guess", guess, get_args(Guess))
+        self.num_proposals = num_proposals
+        self.guess = guess
+        self._given_accumulation: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self._gradients: Tensor | None = None
+        """The candidates' gradients of this step, shape (C, M+1, d)."""
+        self._filled = 0
+        self._data: list[int] = []
+        """Data of each candidate of this step, and of the present one so far, in this process."""
+        self._data_so_far = 0
+        self._has_gradient: list[bool] = []
+        """Whether any candidate of this step has a gradient, for each parameter."""
+        self._momentum: Tensor | None = None
+        self._chances: tuple[int, Tensor] | None = None
+        self._accepted: Tensor | None = None
+        self._proposed = 0
+
+    # -- before a run -------------------------------------------------------------------------------------------------
+
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        if self.num_proposals == 0:
+            return
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+            raise ValueError(
+                "EWSG uses the batches of a step as candidates, but a GradientAccumulationScheduler changes their "
+                "number: set the trainer's accumulate_grad_batches instead"
+            )
+        refuse_loss_scaler(trainer, "EWSG compares gradients")
+        self._given_accumulation = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches *= self.num_proposals + 1
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        module = run.module
+        self._check_sampler(run.trainer, run.sampler)
+        run.chains.accumulation.candidates = self.num_proposals + 1
+        self._parameters = [p for group in run.sampler.param_groups for p in group["params"]]
+        self._sizes = [p.numel() // module.num_chains for p in self._parameters]
+        self._has_gradient = [False] * len(self._parameters)
+        self._accepted = torch.zeros(module.num_chains, dtype=torch.int64, device=module.device)
+        self._each_chain = torch.arange(module.num_chains, device=module.device)
+        if saved:
+            self._restore(saved)
+
+    def _check_sampler(self, trainer: pl.Trainer, sampler: Sampler) -> None:
+        if self.num_proposals == 0:
+            return
+        rule = type(sampler).__name__
+        group = sampler.param_groups[0]
+        if sampler.plain_law(group) is None:
+            raise ValueError(
+                f"EWSG needs the law of a step before it chooses a gradient, but {rule}'s depends on the gradient "
+                "itself: use another sampler"
+            )
+        if self.guess == "stopped" and sampler.momenta(group) is None:
+            raise ValueError(f"guess='stopped' concerns a momentum, but {rule} has none: use 'unchanged'")
+        batches = trainer.num_training_batches
+        if batches < trainer.accumulate_grad_batches:
+            raise ValueError(
+                f"a step of EWSG needs {trainer.accumulate_grad_batches} batches, but an epoch has {batches:.0f}: use "
+                "fewer proposals, or smaller batches"
+            )
+
+    def memory(self, sizes: ChainSizes) -> int:
+        return (self.num_proposals + 1 if self.num_proposals else 0) * sizes.parameters
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.num_proposals == 0:
+            return
+        chains, sampler = self.run.chains, self.run.sampler
+        state = chains.accumulation
+        self._data_so_far += chains.observed.batch_size
+        if not state.batch_complete:
+            return
+        data, self._data_so_far = self._data_so_far, 0
+        if not any(sampler.is_noisy(group) for group in sampler.param_groups):
+            return  # the gradients add up to their mean
+        row, gradients = self._next_row(data), []
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            self._has_gradient[place] |= gradient is not None
+            gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
+        rows_of(gradients, chains.num_chains, out=row)
+        if state.accumulating:  # the last one is reduced by the backward pass itself
+            if self.run.layout.ranks_per_chain > 1:
+                row.copy_(self.run.layout.mean_over_data(row))
+            pl_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, sampler)
+        row.mul_(1 / state.batch_share)
+
+    def _next_row(self, data: int) -> Tensor:
+        """Return the buffer for the gradient of the next candidate, which has this many data, shape (C, d)."""
+        if self._gradients is None:
+            first = self._parameters[0]
+            shape = (self.num_proposals + 1, self.run.layout.num_chains, sum(self._sizes))
+            self._gradients = torch.empty(shape, dtype=first.dtype, device=first.device)
+        self._filled += 1
+        self._data.append(data)
+        return self._gradients[self._filled - 1]
+
+    def _choose(self, trainer: pl.Trainer) -> None:
+        """Choose one of the step's candidates, and write its gradient to the parameters."""
+        if self._filled == 0:
+            return
+        assert self._gradients is not None
+        assert self._accepted is not None
+        count = next((place for place, data in enumerate(self._data) if data < self._data[0]), self._filled)
+        candidates = self._gradients[:count].transpose(0, 1)
+        weights = self._log_weights(candidates)
+        chances = self._log_uniforms(self.run.sampler.step_count)[:, : count - 1]
+        index, accepted = metropolis_index(weights, chances)
+        self._accepted += accepted
+        self._proposed += chances.numel()
+        chosen = candidates[self._each_chain, index]
+        # Bit for bit the candidate's; NaN if any candidate is not finite, so that every rank refuses the step.
+        chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
+        self._write_gradients(chosen)
+        self._filled, self._data = 0, []
+
+    def _log_weights(self, candidates: Tensor) -> Tensor:
+        """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
+        groups = self.run.sampler.param_groups
+        if len(groups) == 1:
+            return self._log_weights_of(groups[0], candidates)
+        sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
+        parts = zip(groups, candidates.split(sizes, -1), strict=True)
+        return functools.reduce(torch.add, (self._log_weights_of(group, part) for group, part in parts))
+
+    def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
+        law = self.run.sampler.law(group)
+        assert law is not None
+        momentum = self._flat_momentum(group, len(gradients)) if self.guess in ("unchanged", "stopped") else None
+        return index_log_weights(gradients, momentum, law, self.guess)
+
+    def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
+        momenta = self.run.sampler.momenta(group)
+        if momenta is None:
+            return None
+        if len(self.run.sampler.param_groups) > 1:
+            return rows_of(momenta, chains)
+        self._momentum = rows_of(momenta, chains, out=self._momentum)
+        return self._momentum
+
+    def _log_uniforms(self, step: int) -> Tensor:
+        """Return logarithms of uniform numbers for the next step, given the steps made so far, shape (C, M).
+
+        They depend only on (seed, chain, step), so they are the same on all ranks of a chain.
+        """
+        block, place = divmod(step, STEPS_DRAWN)
+        if self._chances is None or self._chances[0] != block:
+            rows = []
+            for chain in self.run.layout.chains:
+                seed = derive_seed(self.run.sampler.seed, "index chain", chain, block)
+                generator = torch.Generator().manual_seed(seed)
+                rows.append(torch.rand(STEPS_DRAWN, self.num_proposals, generator=generator))
+            self._chances = (block, sent(exact(torch.stack(rows, 1).log()), self._parameters[0].device))
+        return self._chances[1][place]
+
+    def _write_gradients(self, chosen: Tensor) -> None:
+        """Write the gradients of the chosen batches, shape (C, d), to the parameters."""
+        present: list[Tensor] = []
+        sources: list[Tensor] = []
+        pieces = chosen.split(self._sizes, 1)
+        for parameter, piece, has in zip(self._parameters, pieces, self._has_gradient, strict=True):
+            if not has:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            present.append(parameter.grad)
+            sources.append(piece.reshape(parameter.shape))
+        torch._foreach_copy_(present, sources)
+        self._has_gradient = [False] * len(self._parameters)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not is_logged(trainer, self.run.chains, self.run.sampler.step_count):
+            return
+        log_cost(trainer, self.run.chains)
+        if self._proposed and self._accepted is not None:
+            log_scalars(trainer, {"ewsg/acceptance": self._accepted.sum().item() / self._proposed}, trainer.global_step)
+            self._accepted.zero_()
+            self._proposed = 0
+
+    # -- the end, checkpoints -----------------------------------------------------------------------------------------
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore_accumulation(trainer)
+        super().teardown(trainer, pl_module, stage)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._restore_accumulation(trainer)  # the candidates may still be saved
+
+    def _restore_accumulation(self, trainer: pl.Trainer) -> None:
+        if self._given_accumulation is not None:
+            trainer.accumulate_grad_batches, self._given_accumulation = self._given_accumulation, None
+
+    def end(self) -> None:
+        self._gradients = self._momentum = self._chances = self._accepted = None
+        self._filled, self._data = 0, []
+        self._parameters = []
+
+    def state(self) -> dict[str, Any]:
+        if self._accepted is None:
+            return {}
+        candidates = None
+        if self._filled and self._gradients is not None:  # in the middle of a step
+            candidates = self.run.layout.gather(self._gradients[: self._filled], dim=1).cpu()
+        return {
+            "candidates": candidates,
+            "data": list(self._data),
+            "data_so_far": self._data_so_far,
+            "has_gradient": list(self._has_gradient),
+            "accepted": int(self._accepted.sum()),
+            "proposed": self._proposed,
+            "num_proposals": self.num_proposals,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Restore from a checkpoint's state."""
+        if state["num_proposals"] != self.num_proposals:
+            raise ValueError(
+                f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: "
+                "resume with the same number"
+            )
+        assert self._accepted is not None
+        self._accepted[0] += state["accepted"]
+        self._proposed = state["proposed"]
+        self._data_so_far = state.get("data_so_far", 0)
+        if state["candidates"] is not None:
+            self._has_gradient = state["has_gradient"]
+            rows = self.run.layout.own(state["candidates"], dim=1)
+            for row, data in zip(rows, state.get("data", [0] * len(rows)), strict=True):
+                self._next_row(data).copy_(row)

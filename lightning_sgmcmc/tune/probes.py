@@ -10,11 +10,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, WarmStart
-from lightning_sgmcmc.callbacks.planned import StepControls
+from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
-from lightning_sgmcmc.diagnostics.findings import FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
-from lightning_sgmcmc.diagnostics.verdict import OFTEN_ACCEPTED
+from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.health.report import HealthReport, Temperatures
+from lightning_sgmcmc.health.verdict import OFTEN_ACCEPTED
 from lightning_sgmcmc.tune.proposal import Limit, Probe, scaled, tail_mean
 from lightning_sgmcmc.tune.runs import COLD, STILL, Energies, FixedControls, RunForm, ShortRuns, State, optimization
 

@@ -12,9 +12,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
-from lightning_sgmcmc.callbacks.base import sampling_module
-from lightning_sgmcmc.callbacks.planned import StepControls
+from lightning_sgmcmc.chains.callback import sampling_module
 from lightning_sgmcmc.chains.chains import values_of
+from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule

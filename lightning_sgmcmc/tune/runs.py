@@ -12,16 +12,16 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ContourGradient, MetropolisTest, SamplerCallback
 from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling
-from lightning_sgmcmc.callbacks.planned import FirstStage, RunLength, Schedule, StepControls, epoch_length, schedule_of
 from lightning_sgmcmc.callbacks.schedule import SamplingSchedule
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.execution import graphs_kept
+from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, Schedule, StepControls, epoch_length, schedule_of
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy
+from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.health.facts import chance_nll
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.process import silenced
-from lightning_sgmcmc.run.facts import chance_nll
-from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.seeding import unchanged_generators
 

@@ -18,7 +18,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
-from lightning_sgmcmc.callbacks.planned import StepControls
+from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.schedules import cyclical_lr_factor

@@ -36,7 +36,7 @@ from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
+from lightning_sgmcmc.health.estimates import ANCHORED, PLAIN
 from lightning_sgmcmc.plain import markdown_table
 
 LANGEVIN_FRICTION = 40.0

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, CyclicalSchedule, SamplingSchedule
-from lightning_sgmcmc.diagnostics.findings import FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.samplers import SGHMC, SGLD, UnderdampedLangevin
 from tests.support.problems import ConjugateRegression
 from tests.support.trainers import quiet_trainer

@@ -26,7 +26,7 @@ from lightning_sgmcmc.callbacks import (
     ReplicaExchange,
     SampleCollector,
 )
-from lightning_sgmcmc.callbacks.planned import RunLength
+from lightning_sgmcmc.chains.schedule import RunLength
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.samplers import pSGHMC

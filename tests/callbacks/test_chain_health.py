@@ -22,9 +22,9 @@ from lightning_sgmcmc import (
     pSGLD,
 )
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.diagnostics.findings import FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport, TemperatureKind
 from lightning_sgmcmc.figures.samples import temperatures_figure
+from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.health.report import HealthReport, TemperatureKind
 from tests.support.problems import ConjugateRegression, classifier, loaders
 from tests.support.trainers import quiet_trainer
 

@@ -19,10 +19,10 @@ from lightning_sgmcmc.callbacks import (
     RunSummary,
     SampleCollector,
     SamplingSchedule,
-    contour_gradient,
 )
 from lightning_sgmcmc.contour import ContourGoals, choose_contour
-from lightning_sgmcmc.diagnostics.findings import FindingKind
+from lightning_sgmcmc.contour import callback as contour_gradient
+from lightning_sgmcmc.health.findings import FindingKind
 from tests.support.contour_fits import SaveAt, fit
 from tests.support.problems import ConjugateRegression, Data, network
 from tests.support.trainers import quiet_trainer

@@ -20,7 +20,7 @@ from lightning_sgmcmc.callbacks import (
     VarianceReducedEnergy,
 )
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.subsampling.snapshot import rows_of
+from lightning_sgmcmc.subsampling.control_variates import rows_of
 from tests.support.comparisons import assert_same, covariance_with_error, differences, mean_with_error
 from tests.support.problems import CHAINS, Array, ConjugateRegression, Data, Even, Net, Plain, Stream, full_energy
 from tests.support.recorders import Draws, Energies, Gradients, Nudge, SaveEverywhere

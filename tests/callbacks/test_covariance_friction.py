@@ -297,7 +297,7 @@ def test_mistakes(model: Any, callbacks: list[pl.Callback], options: Any, messag
 
 def test_data_parallel_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = ChainLayout(ranks_per_chain=2, strategy=ChainStrategy())
-    monkeypatch.setattr("lightning_sgmcmc.callbacks.covariance_friction.layout_of", lambda *_: shared)
+    monkeypatch.setattr("lightning_sgmcmc.subsampling.covariance_friction.layout_of", lambda *_: shared)
     trainer = quiet_trainer(max_epochs=1, callbacks=[CovarianceFriction()])
     with pytest.raises(ValueError, match="data-parallel ranks share each batch here: use one rank per chain"):
         trainer.fit(Plain(sampler=Langevin, lr=0.001), datamodule=Even(16))

@@ -26,8 +26,8 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.callbacks.posterior_dashboard import PARTS
 from lightning_sgmcmc.diagnostics.geometry import interpolate, squared_distances
+from lightning_sgmcmc.figures import logging as logger_output
 from lightning_sgmcmc.report import pictures as dashboard_parts
-from lightning_sgmcmc.run import pictures as logger_output
 from tests.support.problems import Blobs, classifier, loaders
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer

@@ -17,7 +17,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.callbacks.base import SamplerCallback
+from lightning_sgmcmc.chains.callback import SamplerCallback
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from tests.support.comparisons import assert_equal_trees, check_law
 from tests.support.problems import Blobs, ConjugateRegression, RankData

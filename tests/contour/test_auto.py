@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.contour import ContourChoice, ContourGoals, EnergyLaw, choose_contour
-from lightning_sgmcmc.diagnostics.verdict import ContourUse, contour_findings
+from lightning_sgmcmc.health.verdict import ContourUse, contour_findings
 from lightning_sgmcmc.simulation import ContourRun, simulate
 
 

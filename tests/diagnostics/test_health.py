@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
-from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.draws import (
     BatchMeans,
     chi_square_interval,
@@ -24,9 +23,10 @@ from lightning_sgmcmc.diagnostics.draws import (
     merge_batches,
     without_warm_up,
 )
-from lightning_sgmcmc.diagnostics.estimates import Observations
-from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport, TemperatureKind, Temperatures
+from lightning_sgmcmc.health.assessment import assess
+from lightning_sgmcmc.health.estimates import Observations
+from lightning_sgmcmc.health.findings import Finding, FindingKind
+from lightning_sgmcmc.health.report import HealthReport, TemperatureKind, Temperatures
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.tensors import inner_products, square_norms
 from tests.support.problems import ConjugateRegression

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics
-from lightning_sgmcmc.diagnostics.estimates import Observations
-from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, ContourUse, RunFacts
+from lightning_sgmcmc.health.assessment import assess
+from lightning_sgmcmc.health.estimates import Observations
+from lightning_sgmcmc.health.findings import Finding, FindingKind
+from lightning_sgmcmc.health.report import HealthReport
+from lightning_sgmcmc.health.verdict import AverageGrowth, ContourUse, RunFacts
 from tests.diagnostics.test_health import record
 
 DIMENSION = 8456

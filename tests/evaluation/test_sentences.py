@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lightning_sgmcmc import Categorical, Gaussian
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
-from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage
 from lightning_sgmcmc.evaluation.sentences import NAMES, Claim, five_sentences
+from lightning_sgmcmc.health.findings import Finding, FindingKind
+from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.tables import TargetScaling
 

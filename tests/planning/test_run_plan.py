@@ -36,7 +36,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.cli import main
-from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
+from lightning_sgmcmc.health.estimates import ANCHORED, PLAIN
 from lightning_sgmcmc.planning import WANTED, RunKind, RunPlan
 from lightning_sgmcmc.report import write_report
 from lightning_sgmcmc.samplers import Sampler, StepLaw

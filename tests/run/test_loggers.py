@@ -22,8 +22,8 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
 )
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
+from lightning_sgmcmc.health.report import HealthReport, Temperatures
 from tests.support.problems import classifier, loaders
 from tests.support.trainers import quiet_trainer
 from tests.support.wandb_records import contained, finished_records, wandb_row

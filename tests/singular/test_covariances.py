@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import Gaussian, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.diagnostics.local import chain_mean, covariance, disagreement, drift, epoch_means, spikes
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.singular import influence, localized, sample_losses, susceptibility
+from lightning_sgmcmc.singular.estimate import chain_mean, covariance, disagreement, drift, epoch_means, spikes
 from tests.support.trainers import quiet_trainer
 
 N, D, NBETA, GAMMA, STD = 12, 3, 60.0, 5.0, 0.5

@@ -12,7 +12,7 @@ from lightning_sgmcmc import BayesianModule
 from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.callbacks import SamplerCallback
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.subsampling.snapshot import rows_of
+from lightning_sgmcmc.subsampling.control_variates import rows_of
 from tests.support.problems import Array
 
 

@@ -9,9 +9,9 @@ from pytorch_lightning.core.saving import save_hparams_to_yaml
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.trainer import log_interval
 from lightning_sgmcmc.files import MASK, is_secret, text_without_secrets
 from lightning_sgmcmc.plain import markdown_table
-from lightning_sgmcmc.run.trainer import log_interval
 
 
 def is_logged(trainer: pl.Trainer, chains: Chains, step_count: int) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import chi_square_interval, mean_and_error, student_quantile
-from lightning_sgmcmc.diagnostics.health import EnergySummary, Interval, Temperatures
+from lightning_sgmcmc.health.report import EnergySummary, Interval, Temperatures
 
 NUM_ROWS = 4
 KINETIC, PLAIN, ANCHORED, NOISE = range(NUM_ROWS)

@@ -1,7 +1,7 @@
 """Findings on a run, from a chain's temperatures, mini-batch noise and energies, and from what is known of the run.
 
-The formulas are in `lightning_sgmcmc.diagnostics.estimates`; findings on the run as a whole are in
-`lightning_sgmcmc.diagnostics.verdict`.
+The formulas are in `lightning_sgmcmc.health.estimates`; findings on the run as a whole are in
+`lightning_sgmcmc.health.verdict`.
 """
 
 import math
@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from lightning_sgmcmc.diagnostics.estimates import MIN_BATCHES, Estimates, Observations
-from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind, Severity, Side
-from lightning_sgmcmc.diagnostics.health import HealthReport, TemperatureKind, Temperatures
-from lightning_sgmcmc.diagnostics.verdict import LEAST_SHARE, RunFacts, judge
+from lightning_sgmcmc.health.estimates import MIN_BATCHES, Estimates, Observations
+from lightning_sgmcmc.health.findings import SMALLER_LR, Finding, FindingKind, Severity, Side
+from lightning_sgmcmc.health.report import HealthReport, TemperatureKind, Temperatures
+from lightning_sgmcmc.health.verdict import LEAST_SHARE, RunFacts, judge
 
 MAX_CLIPPED = 0.05
 """Share of clipped gradients above which clipping is a finding."""

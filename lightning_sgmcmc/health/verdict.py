@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
-from lightning_sgmcmc.diagnostics.estimates import Estimates
-from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind
-from lightning_sgmcmc.diagnostics.health import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
+from lightning_sgmcmc.health.estimates import Estimates
+from lightning_sgmcmc.health.findings import SMALLER_LR, Finding, FindingKind
+from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
 from lightning_sgmcmc.planning.plan import COLD_BELOW, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
 FLAT = 0.05

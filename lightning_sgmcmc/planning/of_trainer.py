@@ -17,8 +17,10 @@ from lightning_sgmcmc.batches.rows import stream_of, training_rows
 from lightning_sgmcmc.chains.callback import ChainSizes, PlannedSchedule, RunCost, SampledChains
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.execution import state_of
+from lightning_sgmcmc.chains.logging import log_values
 from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import baseline_of, declared, fit_steps, is_trial
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of
 from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian
@@ -28,8 +30,6 @@ from lightning_sgmcmc.planning.plan import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.priors.held import held_rows
-from lightning_sgmcmc.run.logging import log_values
-from lightning_sgmcmc.run.trainer import baseline_of, declared, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import unchanged_generators
 from lightning_sgmcmc.tensors import exact, widest

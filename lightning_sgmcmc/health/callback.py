@@ -9,20 +9,19 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.planned import is_optimization
-from lightning_sgmcmc.chains.callback import ChainSizes, Place
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.logging import log_scalars
+from lightning_sgmcmc.chains.schedule import is_optimization
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
+from lightning_sgmcmc.chains.trainer import declared, is_trial, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
-from lightning_sgmcmc.diagnostics.assessment import assess
-from lightning_sgmcmc.diagnostics.findings import FindingKind
-from lightning_sgmcmc.diagnostics.health import HEALTH, HealthReport
-from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.files import write_output
-from lightning_sgmcmc.run.facts import facts_of
-from lightning_sgmcmc.run.logging import log_scalars
-from lightning_sgmcmc.run.trainer import declared, is_trial, run_folder
+from lightning_sgmcmc.health.assessment import assess
+from lightning_sgmcmc.health.facts import facts_of
+from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.health.observer import Clipping, GroupStep, StepObserver, unreduced
+from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 
@@ -39,7 +38,7 @@ class ChainHealth(StepClaimant):
 
     For each parameter tensor it compares the kinetic and the configurational temperature with the target's τ, and
     estimates the share of mini-batch noise in the variance of a step; for the chain, it tests whether the energy still
-    drifts (formulas in `lightning_sgmcmc.diagnostics.estimates`). Only steps of a sampling stage count, each with
+    drifts (formulas in `lightning_sgmcmc.health.estimates`). Only steps of a sampling stage count, each with
     its own step size and temperature. For the run it asks whether the model is at chance, whether the target takes up
     more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
     `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples;

@@ -7,9 +7,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
-from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, ContourUse, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.health.verdict import AverageGrowth, ContourUse, RunFacts
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior

@@ -1,6 +1,6 @@
 """Observation of a chain's steps: products of weights, gradients and momenta, averaged over batches of steps.
 
-`lightning_sgmcmc.diagnostics.estimates` defines the quantities that they estimate.
+`lightning_sgmcmc.health.estimates` defines the quantities that they estimate.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import BatchMeans, merge_batches, without_warm_up
-from lightning_sgmcmc.diagnostics.estimates import ANCHORED, KINETIC, NOISE, NUM_ROWS, PLAIN, Observations
+from lightning_sgmcmc.health.estimates import ANCHORED, KINETIC, NOISE, NUM_ROWS, PLAIN, Observations
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, inner_products, square_norms
 

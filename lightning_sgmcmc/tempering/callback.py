@@ -9,16 +9,15 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import training_rows
-from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.planned import target_of
-from lightning_sgmcmc.chains.callback import Place, SampledChains
+from lightning_sgmcmc.chains.callback import Place, Run, SampledChains, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
+from lightning_sgmcmc.chains.logging import is_logged, log_scalars
+from lightning_sgmcmc.chains.schedule import target_of
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
-from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
-from lightning_sgmcmc.run.logging import is_logged, log_scalars
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tempering.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
 from lightning_sgmcmc.tensors import as_rows, exact, exact_device, sent
 
 ATTEMPTS_DRAWN = 64
@@ -49,7 +48,7 @@ class ReplicaExchange(StepClaimant):
         lrs: step sizes of the slots in units of the run's; None means 1 for all.
         every_n_steps: steps between attempts.
         noise_variance: σ², in nats²; None estimates it by stochastic approximation from the differences of both
-            chains' log-likelihoods in a step (see `lightning_sgmcmc.replica_exchange.pair_noise_variance`). Batches
+            chains' log-likelihoods in a step (see `lightning_sgmcmc.tempering.replica_exchange.pair_noise_variance`). Batches
             are taken to be drawn without replacement, unless the loader's sampler has `replacement=True`. With
             `ClusteredOrder` the estimate is too large.
         smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.

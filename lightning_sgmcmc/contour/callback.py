@@ -8,11 +8,12 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import Run, StepClaimant
-from lightning_sgmcmc.callbacks.planned import begin_first_stage, target_of
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.logging import is_logged, log_scalars, log_values
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.schedule import begin_first_stage, target_of
+from lightning_sgmcmc.chains.trainer import fit_steps, is_trial
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
     ChainGroup,
@@ -28,8 +29,6 @@ from lightning_sgmcmc.contour import (
     Location,
 )
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
-from lightning_sgmcmc.run.logging import is_logged, log_scalars, log_values
-from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.tensors import exact, exact_device, sent
 

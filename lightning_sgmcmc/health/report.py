@@ -1,6 +1,6 @@
 """The report on a run's health: temperatures, mini-batch noise, energies, ranked findings, and one advice.
 
-`lightning_sgmcmc.diagnostics.assessment.assess` creates it. `BayesianModule.health` holds the latest, `health.json` in
+`lightning_sgmcmc.health.assessment.assess` creates it. `BayesianModule.health` holds the latest, `health.json` in
 a run's folder is its JSON form, and `sgmcmc report` reads that file.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from lightning_sgmcmc.diagnostics.findings import Finding, ranked
+from lightning_sgmcmc.health.findings import Finding, ranked
 from lightning_sgmcmc.plain import as_plain, from_plain
 from lightning_sgmcmc.planning.plan import RunKind
 

@@ -7,12 +7,13 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import Run, SamplerCallback
-from lightning_sgmcmc.callbacks.planned import require_schedule
-from lightning_sgmcmc.chains.callback import Place
+from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
+from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.samples import Drawing
+from lightning_sgmcmc.chains.schedule import require_schedule
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.trainer import is_trial
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import (
@@ -25,7 +26,9 @@ from lightning_sgmcmc.evaluation.passes import (
     gamma_of,
     has_fresh_batches,
 )
-from lightning_sgmcmc.run.learning_coefficient import (
+from lightning_sgmcmc.figures.logging import log_figure
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.singular.estimate import (
     LearningCoefficientEstimate,
     LocalFacts,
     estimate_of,
@@ -33,10 +36,6 @@ from lightning_sgmcmc.run.learning_coefficient import (
     mode_difference,
     other_temperature,
 )
-from lightning_sgmcmc.run.logging import log_scalars
-from lightning_sgmcmc.run.pictures import log_figure
-from lightning_sgmcmc.run.trainer import is_trial
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import exact, exact_device
 
 FIRST_ROOM = 256

@@ -21,6 +21,7 @@ from lightning_sgmcmc.plain import markdown_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 Cell = str | float | int | None
 DPI = 150
 
