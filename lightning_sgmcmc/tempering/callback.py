@@ -48,7 +48,7 @@ class ReplicaExchange(StepClaimant):
         lrs: step sizes of the slots in units of the run's; None means 1 for all.
         every_n_steps: steps between attempts.
         noise_variance: σ², in nats²; None estimates it by stochastic approximation from the differences of both
-            chains' log-likelihoods in a step (see `lightning_sgmcmc.tempering.replica_exchange.pair_noise_variance`). Batches
+            chains' log-likelihoods in a step (see `lightning_sgmcmc.tempering.pair_noise_variance`). Batches
             are taken to be drawn without replacement, unless the loader's sampler has `replacement=True`. With
             `ClusteredOrder` the estimate is too large.
         smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.

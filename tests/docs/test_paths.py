@@ -16,7 +16,7 @@ def shown(html: str, root: str = "/home/someone/clone") -> str:
 
 def test_a_warnings_file_is_named_from_the_repository(caplog: pytest.LogCaptureFixture) -> None:
     text = "<pre>/home/someone/clone/callbacks/chain_health.py:241: UserWarning: ChainHealth: hot</pre>"
-    assert shown(text) == "<pre>lightning_sgmcmc/health/callback.py:241: UserWarning: ChainHealth: hot</pre>"
+    assert shown(text) == "<pre>callbacks/chain_health.py:241: UserWarning: ChainHealth: hot</pre>"
     assert shown("/home/x/lib/python3.11/site-packages/torch/nn.py:3: W") == "torch/nn.py:3: W"
     assert shown("<pre>/tmp/ipykernel_12/345.py:6: UserWarning") == "<pre>a cell: UserWarning"
     assert caplog.records == []
