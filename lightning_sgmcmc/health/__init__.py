@@ -5,5 +5,6 @@ names are those of `lightning_sgmcmc.diagnostics`, which has to be imported firs
 """
 
 import lightning_sgmcmc.diagnostics  # noqa: F401
+from lightning_sgmcmc.health.report import HealthReport
 
-__all__: list[str] = []
+__all__ = ["HealthReport"]
