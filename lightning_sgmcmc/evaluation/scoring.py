@@ -149,7 +149,7 @@ def of_observed(module: nn.Module, scores: Scores) -> Scores:
     return {name: term[known] for name, term in terms.items()}, density[known], target[known]
 
 
-def _score(module: Any, batch: Any) -> tuple[Any, ...]:
+def _score(module: EnergyModel, batch: Any) -> tuple[Any, ...]:
     density, terms, target = module.score(batch)
     return (density, terms) if target is None else (density, terms, target)  # vmap returns tensors only
 

@@ -89,7 +89,7 @@ def _shown(metrics: dict[str, float]) -> dict[str, float]:
 # -- units -------------------------------------------------------------------------------------------------------------
 
 
-def scaling_of_run(trainer: pl.Trainer, module: Any) -> TargetScaling:
+def scaling_of_run(trainer: pl.Trainer, module: EnergyModel) -> TargetScaling:
     """Return the scaling of a run's targets: in a fit its datamodule's, afterwards that of the stored samples.
 
     A store that does not know it leaves it to the datamodule.
