@@ -19,7 +19,7 @@ from lightning_sgmcmc.singular.callback import LearningCoefficient
 from lightning_sgmcmc.subsampling.control_variates import ControlVariates, VarianceReducedEnergy
 from lightning_sgmcmc.subsampling.covariance_friction import CovarianceFriction
 from lightning_sgmcmc.subsampling.ewsg import EWSG
-from lightning_sgmcmc.tempering.callback import ReplicaExchange
+from lightning_sgmcmc.tempering.replica_exchange import ReplicaExchange
 
 __all__ = [
     "EWSG",

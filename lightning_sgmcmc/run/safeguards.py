@@ -30,6 +30,8 @@ from lightning_sgmcmc.priors.hierarchical import VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.run.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import (
+    StreamShares,
+    begin_stream,
     check_data,
     check_own_prior,
     check_run,
@@ -37,9 +39,9 @@ from lightning_sgmcmc.run.checks import (
     check_step_size,
     check_tested,
     check_thermostat,
+    follow_data,
     why_without_samples,
 )
-from lightning_sgmcmc.run.growth import StreamShares, begin_stream, follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.ranks import Interruption, RankWatch, watch_ranks
 from lightning_sgmcmc.samplers import Sampler
