@@ -1,4 +1,4 @@
-"""Checks of the trainer's settings before the first step, what early stopping may watch, and data that grow in a run."""
+"""Checks of the trainer's settings before the first step, what early stopping may watch, and data that grow."""
 
 import math
 import zlib

@@ -2,7 +2,6 @@
 
 The functions take batch gradients `g_j` of the mean potential Ũ/N, with any leading axes (chains). A sampler's step is
 `m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.StepLaw`); without momentum a = 0 and m is the parameter itself.
-
 """
 
 import functools

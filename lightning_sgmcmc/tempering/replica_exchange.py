@@ -5,7 +5,6 @@ slots swap with a probability that leaves the product of the slots' densities ex
 step sizes move, parameters do not. The energy of a mini-batch is noisy, and a noisy difference in the exponent swaps
 too often; the corrected rate removes that bias (Deng et al. 2020, reSGLD). The functions map tensors to tensors and do
 not wait for the device; the callback is below them.
-
 """
 
 from collections.abc import Mapping, Sequence
