@@ -214,16 +214,14 @@ class SamplerCallback(RunCallback):
 
     Example::
 
-        from lightning_sgmcmc.chains.callback import Run
-
         class Watch(SamplerCallback):
-            def begin(self, run: Run, saved: dict | None) -> None:
+            def begin(self, run, saved):
                 self.energies = [] if saved is None else saved["energies"]
 
-            def on_posterior_sample(self, trainer, pl_module, sample) -> None:
+            def on_posterior_sample(self, trainer, pl_module, sample):
                 self.energies.append(sample.energy)
 
-            def state(self) -> dict:
+            def state(self):
                 return {"energies": list(self.energies)}
     """
 
