@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
 from lightning_sgmcmc.chains.callback import sampling_module
-from lightning_sgmcmc.chains.chains import values_of
+from lightning_sgmcmc.chains.chains import ChainModel, values_of
 from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.checks import check_count, check_positive
@@ -248,9 +248,8 @@ class EnergyErrors(SamplerCallback):
         self._squares: list[Tensor] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        sampling_module(
-            pl_module, self
-        ).sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
+        module = sampling_module(pl_module, self)
+        module.sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -276,10 +275,10 @@ class EnergyErrors(SamplerCallback):
             self._errors.append(self._begun + end)
             self._add_position(self._parameters(module))
 
-    def _parameters(self, module: BayesianModule) -> list[Tensor]:
+    def _parameters(self, module: ChainModel) -> list[Tensor]:
         return [p for group in module.sampler.param_groups for p in group["params"]]
 
-    def _gain(self, module: BayesianModule, gradients: list[Tensor | None], share: float) -> Tensor:
+    def _gain(self, module: ChainModel, gradients: list[Tensor | None], share: float) -> Tensor:
         """Return what a share of the flow adds to K over all parameter groups, shape (C,)."""
         sampler, place, gains = module.sampler, 0, []
         assert isinstance(sampler, MCLMC)
@@ -291,14 +290,14 @@ class EnergyErrors(SamplerCallback):
         return torch.stack(gains).sum(0)
 
     @staticmethod
-    def _reduced(module: BayesianModule, mean_potential: Tensor) -> Tensor:
+    def _reduced(module: ChainModel, mean_potential: Tensor) -> Tensor:
         """Return Ũ/τ, shape (C,)."""
         temperature = module.sampler.param_groups[0]["temperature"]
         found = exact(mean_potential.detach().reshape(-1)) * (module.num_data or 1)
         return found / (temperature.to(found.device) if isinstance(temperature, Tensor) else temperature)
 
     def _at_end(
-        self, trainer: pl.Trainer, module: BayesianModule, batches: list[tuple[Any, TorchStates]]
+        self, trainer: pl.Trainer, module: ChainModel, batches: list[tuple[Any, TorchStates]]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return Ũ/N of a step's batches at the present state, shape (C,), and its gradients."""
         chains, params, potentials = module.chains, self._parameters(module), []

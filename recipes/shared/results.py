@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.process import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.run import results as run_results
@@ -105,7 +106,7 @@ def _plain(row: Row) -> dict[str, Any]:
 def markdown(rows: Sequence[Row]) -> str:
     """Return the table: a line for each figure."""
     figures = [(_with_error(row.value, row.error), _with_error(row.paper, row.paper_error)) for row in rows]
-    return run_results.markdown_table(
+    return markdown_table(
         ["method", "metric", "ours", "paper"],
         [[row.method, row.metric, *both] for row, both in zip(rows, figures, strict=True)],
     )
