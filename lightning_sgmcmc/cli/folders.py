@@ -1,6 +1,7 @@
 """Folders of runs: checked before a run, removed after one that did nothing; `config.yaml` in them."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.cli import SaveConfigCallback
 
+from lightning_sgmcmc import callbacks
 from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import free_name, is_regular, replacing, write_output
@@ -77,6 +79,14 @@ def _remove_empty(folders: list[Path]) -> None:
             continue
 
 
+def with_public_names(configuration: str) -> str:
+    """Return a configuration's text that names callbacks by the package of users, not by the module that holds them."""
+    for name in callbacks.__all__:
+        inner = re.escape(f"class_path: {getattr(callbacks, name).__module__}.{name}")
+        configuration = re.sub(f"{inner}$", f"class_path: {callbacks.__name__}.{name}", configuration, flags=re.M)
+    return configuration
+
+
 class ConfigFile(SaveConfigCallback):
     """Writes the configuration to `config.yaml` in the run's folder when the run begins, after all checks.
 
@@ -98,6 +108,7 @@ class ConfigFile(SaveConfigCallback):
         path = folder / NAME
         with replacing(path) as temporary:  # at every moment there is a whole file of this name
             self.parser.save(self.config, temporary, **options)
+            temporary.write_text(with_public_names(temporary.read_text()))
             if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
                 write_output(free_name(path), earlier)
 

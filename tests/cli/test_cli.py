@@ -66,7 +66,10 @@ def test_fit_test_and_predict(
 
     validation = json.loads((run / "results-val.json").read_text())
     assert (validation["stage"], len(validation["rows"])) == ("val", len(results["rows"]))
-    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["lr"] == 0.2
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["init_args"]["lr"] == 0.2
+    packages = {entry["class_path"].rpartition(".")[0] for entry in config["trainer"]["callbacks"]}
+    assert packages == {"lightning_sgmcmc.callbacks"}
 
     later = fail(["fit", "--config", RECIPE, *SHORT, "--trainer.max_time=00:00:00:00"], NO_SAMPLES, capsys)
     assert later == (
