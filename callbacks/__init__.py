@@ -13,8 +13,8 @@ from lightning_sgmcmc.callbacks.warm_start import WarmStart
 from lightning_sgmcmc.chains.callback import SamplerCallback
 from lightning_sgmcmc.contour.callback import ContourGradient
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.fit.resume import ExactResume
 from lightning_sgmcmc.health.callback import ChainHealth
-from lightning_sgmcmc.run.resume import ExactResume
 from lightning_sgmcmc.singular.callback import LearningCoefficient
 from lightning_sgmcmc.subsampling.control_variates import ControlVariates, VarianceReducedEnergy
 from lightning_sgmcmc.subsampling.covariance_friction import CovarianceFriction

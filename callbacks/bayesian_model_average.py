@@ -32,8 +32,8 @@ from lightning_sgmcmc.evaluation.scoring import (
     states_on,
 )
 from lightning_sgmcmc.files import megabytes
+from lightning_sgmcmc.fit.checks import PatientStopping
 from lightning_sgmcmc.posterior.segments import scaling_of_run
-from lightning_sgmcmc.run.checks import PatientStopping
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""

@@ -20,11 +20,11 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.fit.loggers import named_step_sizes, traced_weights
+from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.health.facts import prior_norm
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
-from lightning_sgmcmc.run.loggers import named_step_sizes, traced_weights
-from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.tensors import mean_of
 
 OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")

@@ -14,11 +14,7 @@ from lightning_sgmcmc.chains.schedule import is_optimization
 from lightning_sgmcmc.chains.trainer import baseline_of, is_trial, run_folder
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
-from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
-from lightning_sgmcmc.plain import markdown_table
-from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.segments import scaling_of_run
-from lightning_sgmcmc.run.results import (
+from lightning_sgmcmc.fit.results import (
     METHODS,
     NETWORKS,
     OPTIMIZED,
@@ -31,6 +27,10 @@ from lightning_sgmcmc.run.results import (
     write_evaluation,
     write_results,
 )
+from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
+from lightning_sgmcmc.plain import markdown_table
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.segments import scaling_of_run
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 

@@ -16,6 +16,9 @@ from lightning_sgmcmc.chains.trainer import is_finished, is_trial, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import local_path
+from lightning_sgmcmc.fit.checkpoints import check_common, mark_of_store
+from lightning_sgmcmc.fit.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
+from lightning_sgmcmc.fit.resume import check_resume
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore, LaggingStore
@@ -25,9 +28,6 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.posterior.writing import StoreLock
-from lightning_sgmcmc.run.checkpoints import check_common, mark_of_store
-from lightning_sgmcmc.run.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
-from lightning_sgmcmc.run.resume import check_resume
 from lightning_sgmcmc.tables import Columns
 
 

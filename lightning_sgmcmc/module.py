@@ -20,6 +20,11 @@ from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.fit.checks import warn_of_other_loss
+from lightning_sgmcmc.fit.loggers import stay_offline_without_login
+from lightning_sgmcmc.fit.progress_bar import SamplingProgress
+from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
+from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
@@ -28,11 +33,6 @@ from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
-from lightning_sgmcmc.run.checks import warn_of_other_loss
-from lightning_sgmcmc.run.loggers import stay_offline_without_login
-from lightning_sgmcmc.run.progress_bar import SamplingProgress
-from lightning_sgmcmc.run.resume import ExactResume, check_continues, count_saved_fit
-from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
 

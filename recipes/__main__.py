@@ -16,6 +16,7 @@ from lightning_sgmcmc.cli.commands import examples
 from lightning_sgmcmc.cli.exits import FAILED, Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
+from lightning_sgmcmc.fit.results import origin_of_run
 from lightning_sgmcmc.recipes.shared import needs
 from lightning_sgmcmc.recipes.shared.expected import compare, predicted_seconds
 from lightning_sgmcmc.recipes.shared.jobs import SECONDS, Planned, duration
@@ -25,7 +26,6 @@ from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.results import markdown, write_results
 from lightning_sgmcmc.recipes.shared.settings import plain_settings, read_settings
 from lightning_sgmcmc.recipes.shared.workers import LastingWorkers
-from lightning_sgmcmc.run.results import origin_of_run
 
 FOLDER = Path(__file__).parent
 ALL = "all"

@@ -22,10 +22,10 @@ from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import NAME
 from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.fit.results import RESULTS, TABLE, plain_console, write_results
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.plain import markdown_table
-from lightning_sgmcmc.run.results import RESULTS, TABLE, plain_console, write_results
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 AUTO = PACKAGE + "AutoSampling"

@@ -20,10 +20,10 @@ from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import ConfigFile
 from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.fit.results import plain_console
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.planning.of_trainer import plan_of
-from lightning_sgmcmc.run.results import plain_console
 from lightning_sgmcmc.tune import StepProposal, propose_lr
 
 AFTERWARDS = (

@@ -23,10 +23,10 @@ from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
 from lightning_sgmcmc.cli.folders import ConfigFile, no_folder_left_behind
 from lightning_sgmcmc.files import is_remote
+from lightning_sgmcmc.fit.checks import why_without_samples
+from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
+from lightning_sgmcmc.fit.safeguards import samples_drawn
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.checks import why_without_samples
-from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
-from lightning_sgmcmc.run.safeguards import samples_drawn
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""

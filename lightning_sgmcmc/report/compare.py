@@ -9,11 +9,11 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import Array, percentile_interval, resampled_means
 from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.fit.results import StoredEvaluation, evaluation_file, read_evaluation
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.report import html
 from lightning_sgmcmc.report.html import Cell, Table
 from lightning_sgmcmc.report.run_record import RunError, find_run
-from lightning_sgmcmc.run.results import StoredEvaluation, evaluation_file, read_evaluation
 
 WIDTH = 80
 """Columns of the printed table."""

@@ -10,6 +10,7 @@ from lightning_sgmcmc.chains.samples import comparable_log_weights
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import text_without_secrets, write_atomically
+from lightning_sgmcmc.fit.results import OPTIMIZED, is_of_optimization
 from lightning_sgmcmc.health.report import POSTERIOR
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.report import html
@@ -17,7 +18,6 @@ from lightning_sgmcmc.report.html import Table, is_finite
 from lightning_sgmcmc.report.pictures import pictures
 from lightning_sgmcmc.report.run_record import MARKS, RunRecord, find_run, read_run
 from lightning_sgmcmc.report.tables import chains, equal_weights, results, samples, tensors, weights
-from lightning_sgmcmc.run.results import OPTIMIZED, is_of_optimization
 
 CONFIG = "config.yaml"
 VERSION = "version."

@@ -15,9 +15,9 @@ from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagno
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures import run as figures_contour
 from lightning_sgmcmc.figures import samples as figures_samples
+from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, RunHistory, cycle_spans
 from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.report.run_record import RunRecord
-from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory, cycle_spans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

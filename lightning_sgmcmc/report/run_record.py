@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.files import is_regular, local_path, parse_json, plain_path, read_regular, text_without_secrets
+from lightning_sgmcmc.fit.folder import has_samples
+from lightning_sgmcmc.fit.results import RESULTS, HistoryFile
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.plain import from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.run.folder import has_samples
-from lightning_sgmcmc.run.results import RESULTS, HistoryFile
 
 HISTORY = "history.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")

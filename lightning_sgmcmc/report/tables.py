@@ -17,13 +17,13 @@ from lightning_sgmcmc.diagnostics.draws import (
     rhat_limit,
     weight_efficiency,
 )
+from lightning_sgmcmc.fit.results import METHODS
 from lightning_sgmcmc.health.assessment import ALL_TENSORS
 from lightning_sgmcmc.health.report import HealthReport, Interval, TemperatureKind, Temperatures
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html import Cell, Table, is_finite, number
 from lightning_sgmcmc.report.run_record import ResultRow, RunError, RunRecord
-from lightning_sgmcmc.run.results import METHODS
 
 HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")

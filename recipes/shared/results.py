@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_sgmcmc.fit import results as run_results
+from lightning_sgmcmc.fit.results import origin_of_run
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.process import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.run import results as run_results
-from lightning_sgmcmc.run.results import origin_of_run
 
 SCHEMA = 2
 """Version of the form of `results.json`."""

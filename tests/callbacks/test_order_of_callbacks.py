@@ -20,7 +20,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.run import ranks as rank_watch
+from lightning_sgmcmc.fit import ranks as rank_watch
 from tests.support.problems import Blobs, blob_network
 from tests.support.trainers import quiet_trainer
 

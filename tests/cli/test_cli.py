@@ -19,7 +19,7 @@ from lightning_sgmcmc.chains import layout as seeds
 from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.cli.exits import NO_SAMPLES
 from lightning_sgmcmc.datamodules import DigitsDataModule
-from lightning_sgmcmc.run import ranks as interruption
+from lightning_sgmcmc.fit import ranks as interruption
 from tests.support.paths import RECIPE
 
 SHORT = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]

@@ -15,7 +15,7 @@ from lightning_sgmcmc.diagnostics.geometry import (
     squared_distances,
     weight_sketch,
 )
-from lightning_sgmcmc.run.results import RunHistory, ThinnedSeries
+from lightning_sgmcmc.fit.results import RunHistory, ThinnedSeries
 
 
 def points(count: int, dimension: int, seed: int = 0) -> torch.Tensor:

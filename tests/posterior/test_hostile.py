@@ -21,9 +21,9 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.cli.commands import compare, report
+from lightning_sgmcmc.fit.checkpoints import AtomicCheckpointIO
+from lightning_sgmcmc.fit.results import StoredEvaluation, write_evaluation
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
-from lightning_sgmcmc.run.results import StoredEvaluation, write_evaluation
 from tests.support import small_run
 from tests.support.corpus import CHECKPOINT, make_case, module, sound_run, trainer, untouched
 from tests.support.paths import REPOSITORY

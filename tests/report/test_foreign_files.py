@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.figures.logging import log_table
+from lightning_sgmcmc.fit.results import keep_earlier_results
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.report.page import write_report
 from lightning_sgmcmc.report.run_record import LARGEST_PICTURES, RunError, read_run
-from lightning_sgmcmc.run.results import keep_earlier_results
 from tests.support import corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")

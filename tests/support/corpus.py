@@ -21,11 +21,11 @@ from torch import nn
 from lightning_sgmcmc import Categorical, Contour, ContourRules, EnergyPartition
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.fit.results import StoredEvaluation, write_evaluation
 from lightning_sgmcmc.posterior.calibration import FILE as CALIBRATION
 from lightning_sgmcmc.posterior.calibration import identify
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST, checksum
-from lightning_sgmcmc.run.results import StoredEvaluation, write_evaluation
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 

@@ -9,7 +9,7 @@ from rich.table import Column
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.state import ObservedEnergy, Stage
-from lightning_sgmcmc.run.safeguards import Safeguards
+from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.tensors import mean_of
 
 SECONDS_BETWEEN_READINGS = 0.25

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, ChainStrategy
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.run.ranks import Beat, Judge, prefix_of_fit
+from lightning_sgmcmc.fit.ranks import Beat, Judge, prefix_of_fit
 from tests.support.problems import Blobs, blob_network
 from tests.support.trainers import quiet_trainer
 
@@ -155,7 +155,7 @@ def check_that_it_ends(folder: Path, strategy: str, hook: str, step: int, **opti
 def test_a_rank_that_stays_in_a_hook_ends_the_run_within_the_users_timeout(
     strategy: str, place: str, tmp_path: Path
 ) -> None:
-    """`pytest -m slow tests/run/test_hanging_ranks.py` tries all hooks; before, 5 of 14 waited half an hour."""
+    """`pytest -m slow tests/fit/test_hanging_ranks.py` tries all hooks; before, 5 of 14 waited half an hour."""
     check_that_it_ends(tmp_path, strategy, place, PLACES[place])
 
 

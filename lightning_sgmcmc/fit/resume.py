@@ -15,9 +15,9 @@ from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import FitSeeds
 from lightning_sgmcmc.chains.trainer import callbacks_of, is_probe
-from lightning_sgmcmc.run.checkpoints import PLACE, ProcessGenerators, check_entries, check_loops
-from lightning_sgmcmc.run.loggers import log_settings
-from lightning_sgmcmc.run.settings import (
+from lightning_sgmcmc.fit.checkpoints import PLACE, ProcessGenerators, check_entries, check_loops
+from lightning_sgmcmc.fit.loggers import log_settings
+from lightning_sgmcmc.fit.settings import (
     Settings,
     check_ranks,
     check_saved,

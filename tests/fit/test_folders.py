@@ -124,7 +124,7 @@ def test_a_program_that_changes_its_working_folder(
 ) -> None:
     """All files are where they are without `os.chdir`, and none in the other folder, where an older run may be.
 
-    With W&B: `uv run pytest -m slow -n 0 tests/run/test_folders.py`.
+    With W&B: `uv run pytest -m slow -n 0 tests/fit/test_folders.py`.
     """
     written = []
     for name in ("still", "moving"):

@@ -8,7 +8,7 @@ import torch
 
 from lightning_sgmcmc import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.run import safeguards as convolutions
+from lightning_sgmcmc.fit import safeguards as convolutions
 from tests.support.problems import Data, Net, blobs
 from tests.support.trainers import quiet_trainer
 

@@ -66,7 +66,7 @@ def configuration(folder: Path, collector: dict[str, Any], data: str = "Data", s
     """Write a configuration with a fixed version, as of a job that is submitted twice; return its file."""
     one = "lightning_sgmcmc"
     callbacks = [
-        {"class_path": "tests.run.test_one_folder.Slow"},
+        {"class_path": "tests.fit.test_one_folder.Slow"},
         {"class_path": f"{one}.callbacks.SamplingSchedule", "init_args": {"every_n_steps": 10}},
         {"class_path": f"{one}.callbacks.SampleCollector", "init_args": collector},
     ]
@@ -74,7 +74,7 @@ def configuration(folder: Path, collector: dict[str, Any], data: str = "Data", s
     model = {"net": net, "likelihood": {"class_path": f"{one}.Categorical"}, "lr": 0.01}
     content = {
         "model": {"class_path": f"{one}.BayesianModule", "init_args": model},
-        "data": {"class_path": f"tests.run.test_one_folder.{data}"},
+        "data": {"class_path": f"tests.fit.test_one_folder.{data}"},
         "trainer": {
             "max_steps": steps,
             "accelerator": "cpu",
@@ -142,7 +142,7 @@ def started_together(configurations: list[str]) -> list[int | None]:
 def test_two_commands_at_one_folder(tmp_path: Path, times: int, capfd: pytest.CaptureFixture[str]) -> None:
     """One of them runs to its end, whichever, and the other one is refused and removes nothing.
 
-    20 times: `uv run pytest -m slow -n 0 tests/run/test_one_folder.py`.
+    20 times: `uv run pytest -m slow -n 0 tests/fit/test_one_folder.py`.
     """
     for trial in range(times):
         folder = tmp_path / str(trial)

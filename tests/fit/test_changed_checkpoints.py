@@ -102,7 +102,7 @@ def test_a_changed_entry_is_named(place: str, value: Any, sound: tuple[Path, dic
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_entry(seed: int, sound: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """`pytest -n 0 -m slow tests/run/test_changed_checkpoints.py`: some 280 places, with a random value in each."""
+    """`pytest -n 0 -m slow tests/fit/test_changed_checkpoints.py`: some 280 places, with a random value in each."""
     run, content = sound
     chooser, raw, places = random.Random(seed), [], []
 

@@ -1,6 +1,6 @@
 """Faults at every file operation, kills at every tenth of a second, exceptions in every hook: nothing lost or mixed.
 
-All of it: `uv run pytest -m slow -n 0 -s tests/run/test_attack.py` (about ten minutes; `-s` prints the figures).
+All of it: `uv run pytest -m slow -n 0 -s tests/fit/test_attack.py` (about ten minutes; `-s` prints the figures).
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import torch
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.fit.folder import newest_checkpoint
 from lightning_sgmcmc.posterior.writing import is_in_use
-from lightning_sgmcmc.run.folder import newest_checkpoint
-from tests.run.test_after_an_exception import HOOKS, Failing
+from tests.fit.test_after_an_exception import HOOKS, Failing
 from tests.support.recorders import Each
 from tests.support.small_run import data, module
 from tests.support.trainers import quiet_trainer

@@ -14,8 +14,8 @@ from torch import nn
 from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, RunSummary, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.files import MASK, text_without_secrets, without_secrets
+from lightning_sgmcmc.fit import results as origin
 from lightning_sgmcmc.report.page import write_report
-from lightning_sgmcmc.run import results as origin
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 

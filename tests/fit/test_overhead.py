@@ -14,9 +14,9 @@ from lightning_sgmcmc import BayesianModule, Gaussian
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule, recommended
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.run import safeguards as overhead
-from lightning_sgmcmc.run.safeguards import HOOKS, QuietProfiler
-from lightning_sgmcmc.run.safeguards import idle as idle_hook
+from lightning_sgmcmc.fit import safeguards as overhead
+from lightning_sgmcmc.fit.safeguards import HOOKS, QuietProfiler
+from lightning_sgmcmc.fit.safeguards import idle as idle_hook
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer
 

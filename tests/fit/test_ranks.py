@@ -11,7 +11,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.run import ranks as rank_watch
+from lightning_sgmcmc.fit import ranks as rank_watch
 from tests.support.problems import Data, Net, data
 from tests.support.trainers import quiet_trainer
 

@@ -204,7 +204,7 @@ def test_trainers(options: Any, callbacks: Any, error: Any, message: str, monkey
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
 def test_sharding_strategies(name: str) -> None:
-    from lightning_sgmcmc.run.checks import _check_strategy
+    from lightning_sgmcmc.fit.checks import _check_strategy
 
     kind = types.new_class(name)
     with pytest.raises(ValueError, match=f"{name} shards the parameters, but a chain's noise, prior and samples"):

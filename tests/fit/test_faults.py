@@ -15,9 +15,9 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.run import ranks as interruption
-from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
-from lightning_sgmcmc.run.ranks import FILE_NAME
+from lightning_sgmcmc.fit import ranks as interruption
+from lightning_sgmcmc.fit.checkpoints import AtomicCheckpointIO
+from lightning_sgmcmc.fit.ranks import FILE_NAME
 from tests.support.faults import STEPS, SignalAt, fit, loader, module, steps_of
 from tests.support.processes import in_a_process
 from tests.support.trainers import quiet_trainer

@@ -266,7 +266,7 @@ def test_wandb_stays_offline_unless_somebody_is_logged_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, login: str | None
 ) -> None:
     """A plain WandbLogger() on a machine without a login neither asks for one nor waits for a network."""
-    from lightning_sgmcmc.run.loggers import stay_offline_without_login
+    from lightning_sgmcmc.fit.loggers import stay_offline_without_login
 
     wandb = pytest.importorskip("wandb")
     contained(monkeypatch, tmp_path)

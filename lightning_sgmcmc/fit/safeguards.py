@@ -22,14 +22,8 @@ from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, is_finished, is_trial
 from lightning_sgmcmc.chains.weights import DataWeights
-from lightning_sgmcmc.model import of_prior
-from lightning_sgmcmc.planning.of_trainer import Planner
-from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.priors.gaussian import CENTER
-from lightning_sgmcmc.priors.hierarchical import VARIANCE
-from lightning_sgmcmc.priors.state import prior_state
-from lightning_sgmcmc.run.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
-from lightning_sgmcmc.run.checks import (
+from lightning_sgmcmc.fit.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
+from lightning_sgmcmc.fit.checks import (
     StreamShares,
     begin_stream,
     check_data,
@@ -42,8 +36,14 @@ from lightning_sgmcmc.run.checks import (
     follow_data,
     why_without_samples,
 )
-from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
-from lightning_sgmcmc.run.ranks import Interruption, RankWatch, watch_ranks
+from lightning_sgmcmc.fit.guard import EnergyGuard, NonFiniteEnergy
+from lightning_sgmcmc.fit.ranks import Interruption, RankWatch, watch_ranks
+from lightning_sgmcmc.model import of_prior
+from lightning_sgmcmc.planning.of_trainer import Planner
+from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.gaussian import CENTER
+from lightning_sgmcmc.priors.hierarchical import VARIANCE
+from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.logging import log_values
 from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.fit.results import versions
+from lightning_sgmcmc.fit.settings import Settings
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.run.results import versions
-from lightning_sgmcmc.run.settings import Settings
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import mean_of

@@ -11,8 +11,8 @@ import torch
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import Drawing
+from lightning_sgmcmc.fit.ranks import FILE_NAME
 from lightning_sgmcmc.posterior import writing
-from lightning_sgmcmc.run.ranks import FILE_NAME
 from tests.support.faults import STEPS, SignalAt, fit, loader, module, steps_of
 from tests.support.full_disk import full_at
 from tests.support.processes import in_a_process

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.run.safeguards import samples_drawn
+from lightning_sgmcmc.fit.safeguards import samples_drawn
 from tests.support.problems import blobs, classifier, loaders
 from tests.support.trainers import quiet_trainer
 

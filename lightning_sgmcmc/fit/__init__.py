@@ -2,7 +2,7 @@
 
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.chains.trainer import run_folder
-from lightning_sgmcmc.run.resume import ExactResume
-from lightning_sgmcmc.run.safeguards import Safeguards
+from lightning_sgmcmc.fit.resume import ExactResume
+from lightning_sgmcmc.fit.safeguards import Safeguards
 
 __all__ = ["ExactResume", "NonFiniteEnergyError", "Safeguards", "run_folder"]

@@ -13,8 +13,8 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.chains.weights import check_batch
+from lightning_sgmcmc.fit.checkpoints import describe_checkpoint, last_good_checkpoint
 from lightning_sgmcmc.priors.state import is_prior_state
-from lightning_sgmcmc.run.checkpoints import describe_checkpoint, last_good_checkpoint
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, NonFiniteEnergyError, Posterior
 from lightning_sgmcmc.callbacks import RunSummary, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.run.guard import DeferredCheck
+from lightning_sgmcmc.fit.guard import DeferredCheck
 from lightning_sgmcmc.tensors import all_finite, bad_tensor
 from tests.support.trainers import quiet_trainer
 

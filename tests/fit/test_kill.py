@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.run.folder import newest_checkpoint
+from lightning_sgmcmc.fit.folder import newest_checkpoint
 from tests.support.comparisons import differences
 from tests.support.trainers import resumable_run
 

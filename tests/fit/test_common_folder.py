@@ -12,7 +12,7 @@ from torch.multiprocessing import ProcessRaisedException
 from lightning_sgmcmc import BayesianModule, Categorical, ChainStrategy
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.trainer import callbacks_of
-from lightning_sgmcmc.run import checkpoints as common_folder
+from lightning_sgmcmc.fit import checkpoints as common_folder
 from tests.support.problems import Blobs, blob_network
 from tests.support.trainers import quiet_trainer
 

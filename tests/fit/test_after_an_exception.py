@@ -172,7 +172,7 @@ def test_the_trainer_fits_again_as_in_plain_lightning(
 ) -> None:
     """Workers have ended, limits and bar are the trainer's own, and the next fit makes all its steps.
 
-    All hooks: `uv run pytest -m slow -n 0 tests/run/test_after_an_exception.py`.
+    All hooks: `uv run pytest -m slow -n 0 tests/fit/test_after_an_exception.py`.
     """
     theirs = hook == "on_posterior_sample"  # a hook that plain Lightning does not have: as at a batch's end
     plain = again(

@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_sgmcmc.chains.layout import new_group
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Pulse
 from lightning_sgmcmc.chains.trainer import is_trial, resume_command, was_terminated
-from lightning_sgmcmc.run.checkpoints import describe_checkpoint
+from lightning_sgmcmc.fit.checkpoints import describe_checkpoint
 
 LONGEST = 50
 """Most batches from one agreement to the next."""

@@ -15,8 +15,8 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.run import ranks as agreement
-from lightning_sgmcmc.run.ranks import FILE_NAME
+from lightning_sgmcmc.fit import ranks as agreement
+from lightning_sgmcmc.fit.ranks import FILE_NAME
 from tests.support.comparisons import assert_same
 from tests.support.paths import REPOSITORY
 from tests.support.problems import Net
