@@ -244,7 +244,7 @@ class Drawing:
         parts: dict[str, Any] = {}
         if self._states is not None:
             flat = dict(zip(self._states.flat, copies, strict=True))
-            parts = self._states.of_chain(self._rows[place], flat)
+            parts.update(self._states.of_chain(self._rows[place], flat))
             return replace(sample, **parts)
         remaining = iter(copies)
         for own in self.samples[: place + 1]:
