@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lightning_sgmcmc import (
     AMAGOLD,
@@ -51,8 +52,12 @@ def held() -> int:
 
 
 def _tensors() -> list[Tensor]:
-    # Of other tests' tensors, those of a compiler or a sparse layout have no memory that can be asked for.
-    found = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided]
+    # Those of a compiler, `torch.func` or a sparse layout, left by other tests, have no memory that can be asked for.
+    found = [
+        t
+        for t in gc.get_objects()
+        if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not is_functorch_wrapped_tensor(t)
+    ]
     return found + [t.grad for t in found if t.is_leaf and t.grad is not None]
 
 
