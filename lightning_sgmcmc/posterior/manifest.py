@@ -8,7 +8,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, record_of
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.files import (
     check_regular,
     flush,
@@ -45,12 +45,8 @@ LARGEST_COUNT = 2**62
 
 @dataclass
 class Manifest:
-    """What a manifest says: of the network, the library and the run that wrote it, the columns, and the samples.
-
-    Attributes:
-        damaged_lines: numbers of the lines that are no records, from 1.
-        shared: the checksum of the file with what all samples share, None without one.
-    """
+    """What a manifest says: of the network, the library and the run that wrote it, the columns, the samples, the lines
+    that are no records, from 1, and the checksum of the file with what all samples share, if there is one."""
 
     model: Any = None
     library: str = ""
@@ -67,11 +63,7 @@ def sample_name(step: int, chain: int, draw: int = 0) -> str:
 
 
 def write_manifest(
-    model: Any,
-    run: str,
-    records: Iterable[SampleRecord],
-    columns: Columns | None = None,
-    shared: str | None = None,
+    model: Any, run: str, records: Iterable[SampleRecord], columns: Columns | None = None, shared: str | None = None
 ) -> bytes:
     """Return the content of a manifest."""
     number = 1 if shared is None else VERSION
@@ -114,28 +106,20 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     seen: set[tuple[int, int, int]] = set()
     for index, line in enumerate(lines, start=2):
         try:
-            manifest.records.append(_once(record_from(parse_json(line)), seen))
+            manifest.records.append(_record_from(parse_json(line), seen))
         except ValueError:
             manifest.damaged_lines.append(index)
     return manifest
 
 
 def records_from(entries: Iterable[Any]) -> list[SampleRecord]:
-    """Return the records with these fields; see `record_from`."""
+    """Return the records with these fields."""
     seen: set[tuple[int, int, int]] = set()
-    return [_once(record_from(entry), seen) for entry in entries]
+    return [_record_from(entry, seen) for entry in entries]
 
 
-def _once(record: SampleRecord, seen: set[tuple[int, int, int]]) -> SampleRecord:
-    place = record.step, record.chain, record.draw
-    if place in seen:
-        raise ValueError("a sample is recorded twice: step {}, chain {}, draw {}".format(*place))
-    seen.add(place)
-    return record
-
-
-def record_from(entry: Any) -> SampleRecord:
-    """Return the record with these fields."""
+def _record_from(entry: Any, seen: set[tuple[int, int, int]]) -> SampleRecord:
+    """Return the record with these fields, and note its step, chain and draw, which no other record may have."""
     found: SampleRecord = from_plain(SampleRecord, entry, "a sample's record")
     check_known(SampleRecord, entry, "a sample's record")
     counts = (found.step, found.cycle, found.chain, found.draw, found.bin or 0)
@@ -147,6 +131,10 @@ def record_from(entry: Any) -> SampleRecord:
         raise ValueError(f"{found.file[:80]!r} is not the name of a sample's file")
     if not found.checksum:
         raise ValueError(f"the record of {found.file} has no checksum")
+    place = found.step, found.chain, found.draw
+    if place in seen:
+        raise ValueError("a sample is recorded twice: step {}, chain {}, draw {}".format(*place))
+    seen.add(place)
     return replace(found, energy=float(found.energy), log_weight=float(found.log_weight))
 
 
@@ -158,24 +146,22 @@ def is_newer(library: str) -> bool:
 
 # -- sample file -------------------------------------------------------------------------------------------------------
 
-
 LARGE_SAMPLE = 2**28
 """Files above this size, in bytes, are checked before they are read."""
+IN_METADATA = ("step", "cycle", "chain", "energy", "log_weight", "bin")
 
 
 def sample_content(sample: PosteriorSample) -> bytes:
     """Return the content of a sample's file: tensors, and the rest of the sample as metadata."""
-    parts = {"parameter": sample.parameters, "buffer": sample.buffers, "scale": sample.scales}
     tensors: dict[str, Tensor] = {}
     places: set[int] = set()
-    for part, named in parts.items():
+    for part, named in (("parameter", sample.parameters), ("buffer", sample.buffers), ("scale", sample.scales)):
         for name, tensor in named.items():
             own = tensor.detach().cpu().contiguous()
             # safetensors refuses two names of one tensor.
             tensors[f"{part}.{name}"] = own.clone() if own.data_ptr() in places else own
             places.add(own.data_ptr())
-    record = asdict(record_of(sample))
-    metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable", "draw")}
+    metadata = {name: str(getattr(sample, name)) for name in IN_METADATA}
     metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
     return save(tensors, metadata)
 
@@ -208,10 +194,8 @@ def read_sample_file(path: Path) -> bytes:
 
 
 class OpenFiles:
-    """Sample files that are held open, so that they can be read after another process has deleted them.
-
-    A copy in this process shares them; one in another process has none.
-    """
+    """Sample files that are held open, so that they can be read after another process has deleted them; a copy in this
+    process shares them, and one in another process has none."""
 
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
@@ -226,15 +210,13 @@ class OpenFiles:
         descriptor = self._descriptors.get(name)
         if descriptor is None:
             return None
-        parts: list[bytes] = []
-        position, size = 0, os.fstat(descriptor).st_size
-        while position < size:
-            part = os.pread(descriptor, size - position, position)  # at most 2 GB at a time
+        content, size = bytearray(), os.fstat(descriptor).st_size
+        while len(content) < size:
+            part = os.pread(descriptor, size - len(content), len(content))  # at most 2 GB at a time
             if not part:
                 raise OSError(errno.EIO, "it has become shorter")
-            parts.append(part)
-            position += len(part)
-        return b"".join(parts)
+            content += part
+        return bytes(content)
 
     def close(self) -> None:
         """Close all files."""
@@ -267,21 +249,7 @@ def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names or sorted(tensors) if name in tensors}
 
 
-def end_of_last_line(file: Any, block: int = 4096) -> int:
-    """Return the position after the last newline, reading from the end."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - block)
-        file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        position = start
-    return 0
-
-
 # -- aside -------------------------------------------------------------------------------------------------------------
-
 
 IDENTITY = ("step", "chain", "energy")
 """What a sample's file says of it and stays; its weight may be another one in the manifest (`set_log_weights`)."""
@@ -289,11 +257,8 @@ IDENTITY = ("step", "chain", "energy")
 
 def aside_folders(path: Path) -> list[Path]:
     """Return the folders that later fits have moved aside from a store's, in the order of their numbers."""
-    numbers = [
-        folder.name.removeprefix(f"{path.name}-")
-        for folder in path.parent.glob(f"{path.name}-*")
-        if not folder.is_symlink()
-    ]
+    found = [folder for folder in path.parent.glob(f"{path.name}-*") if not folder.is_symlink()]
+    numbers = [folder.name.removeprefix(f"{path.name}-") for folder in found]
     return [path.with_name(f"{path.name}-{number}") for number in sorted(int(n) for n in numbers if n.isdecimal())]
 
 
@@ -339,8 +304,8 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
 
 
 def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
-    """Create a folder with files of another one, without copying their content where possible; missing ones are left
-    out. All of it is on the disk before this returns, so that the caller may delete the originals."""
+    """Create a folder with those files of another one that exist, as links where possible, all on the disk before this
+    returns, so that the caller may delete the originals."""
     aside.mkdir()
     flush_folder(aside.parent)
     for file in files:
@@ -356,7 +321,6 @@ def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
 
 
 # -- shared file -------------------------------------------------------------------------------------------------------
-
 
 SHARED = "shared.safetensors"
 

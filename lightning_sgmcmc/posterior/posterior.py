@@ -16,7 +16,6 @@ from lightning_sgmcmc.posterior.calibration import (
     Conformal,
     fit_calibration,
     fit_conformal,
-    identify,
     save_calibration,
     saved_calibration,
 )
@@ -235,9 +234,8 @@ class Posterior(StoredSamples):
 
         Source: Guo et al. 2017; Rahaman & Thiery 2021, section 4 (scaling the average of an ensemble).
         """
-        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
-        given = self._ready_model(), self, self.log_weights.tolist(), data, identify(self.records)
-        chosen.calibration = fit_calibration(*given, self.columns)
+        chosen = self._selected(range(len(self)))
+        chosen.calibration = fit_calibration(self._ready_model(), self.store, self.log_weights.tolist(), data)
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen

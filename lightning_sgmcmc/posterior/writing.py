@@ -23,14 +23,7 @@ from lightning_sgmcmc.files import (
     megabytes,
     write_atomically,
 )
-from lightning_sgmcmc.posterior.manifest import (
-    MANIFEST,
-    checksum,
-    end_of_last_line,
-    line_of,
-    sample_content,
-    sample_name,
-)
+from lightning_sgmcmc.posterior.manifest import MANIFEST, checksum, line_of, sample_content, sample_name
 
 LARGEST_WAITING = 2**30
 """Bytes that may wait for the thread; then the run waits until there is room."""
@@ -59,18 +52,25 @@ def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleR
     return record
 
 
-def add_line(path: Path, line: str) -> None:
+def add_line(path: Path, line: str, block: int = 4096) -> None:
     """Add a line to a manifest, over a truncated last one."""
     check_regular(path)
     with open(path, "r+b") as manifest:
-        content_end = end_of_last_line(manifest)
-        manifest.seek(content_end)
+        end = manifest.seek(0, os.SEEK_END)
+        while end > 0:  # read from the end, for the position after the last newline
+            start = manifest.seek(max(0, end - block))
+            found = manifest.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        manifest.seek(end)
         manifest.truncate()
         manifest.write((line + "\n").encode())
         try:
             flush(manifest)
         except OSError:
-            manifest.truncate(content_end)
+            manifest.truncate(end)
             raise
 
 
@@ -153,7 +153,6 @@ def wait_for_writers(folder: Path) -> None:
 
 # -- lock --------------------------------------------------------------------------------------------------------------
 
-
 try:
     import fcntl
 except ImportError:  # not a POSIX system
@@ -172,9 +171,8 @@ class InUseError(RuntimeError):
 class StoreLock:
     """Holds a folder for one fit, by a lock (`flock`) of the open file `.lock`; the folder is made if needed.
 
-    The lock belongs to the open file, so nothing else that reads or copies `.lock` can drop it, and another fit of this
-    process is refused like one of another process. It ends with the process, however it ends; processes forked later do
-    not have it. Where the file system has no locks, a warning says so, and only fits of this process are refused.
+    Another fit of this process is refused like one of another process. The lock ends with the process, however it ends;
+    processes forked later do not have it. Where the file system has none, only fits of this process are refused.
     """
 
     def __init__(self, path: Path) -> None:
@@ -271,10 +269,8 @@ def is_in_use(path: Path) -> bool:
 
 
 def lock_shared(folder: Path) -> int | None:
-    """Note that this process uses a folder: return a descriptor with a shared lock of it, None without locks.
-
-    The lock ends when the descriptor is closed. It waits for a process that is about to remove the folder.
-    """
+    """Note that this process uses a folder, once no other is about to remove it: return a descriptor with a shared
+    lock, which ends when it is closed; None without locks."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)

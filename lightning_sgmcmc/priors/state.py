@@ -15,11 +15,7 @@ from lightning_sgmcmc.priors.held import held_rows, without_held
 
 
 class PriorState(nn.Module):
-    """Holds a prior's tensors as buffers.
-
-    Args:
-        tensors: by name; a name with dots is a path of submodules, as in a parameter's name.
-    """
+    """Holds a prior's tensors as buffers; a name with dots is a path of submodules, as in a parameter's name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
