@@ -20,14 +20,13 @@ from lightning_sgmcmc.fit.checkpoints import check_common, mark_of_store
 from lightning_sgmcmc.fit.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
 from lightning_sgmcmc.fit.resume import check_resume
 from lightning_sgmcmc.posterior.calibration import saved_calibration
-from lightning_sgmcmc.posterior.description import description_for_store
+from lightning_sgmcmc.posterior.description import description_for_store, model_of
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.networks import model_of
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
-from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.tables import Columns
 
 

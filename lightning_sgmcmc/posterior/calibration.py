@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -220,18 +220,6 @@ def saved_calibration(store: SampleStore) -> Calibration | None:
 Method = Literal["threshold", "adaptive"]
 
 
-class Predictor(Protocol):
-    """What conformal prediction needs of a posterior."""
-
-    def predict(self, x: Any) -> Prediction:
-        """Return the predictive of inputs."""
-        ...
-
-    def standardised(self) -> "Predictor":
-        """Return the same with predictions as the network sees the targets."""
-        ...
-
-
 @dataclass(frozen=True)
 class ConformalPrediction:
     """Sets or intervals with guaranteed coverage.
@@ -267,7 +255,7 @@ class Conformal:
     """Makes sets or intervals of predictions; see `Posterior.conformal`.
 
     Attributes:
-        posterior: the predictive.
+        posterior: the `Posterior`.
         threshold: the calibrated nonconformity: shape () for classes, (D,) for numbers.
         level: the guaranteed coverage.
         method: of class sets.
@@ -275,7 +263,7 @@ class Conformal:
         count: number of calibration data.
     """
 
-    posterior: Predictor
+    posterior: Any
     threshold: Tensor
     level: float
     method: Method
@@ -291,7 +279,7 @@ class Conformal:
         Args:
             x: inputs, as `Posterior.predict` takes them.
         """
-        prediction = self.posterior.predict(x)
+        prediction: Prediction = self.posterior.predict(x)
         if isinstance(prediction, ClassPrediction):
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "conformal", "predict"))
             scores = _scores_of_classes(widest(prediction.probabilities), self.method, generator)
@@ -300,17 +288,15 @@ class Conformal:
         return ConformalPrediction(prediction, low=prediction.mean - width, high=prediction.mean + width)
 
 
-def fit_conformal(
-    posterior: Predictor, model: EnergyModel, data: Any, level: float, method: Method, seed: int, columns: Columns
-) -> Conformal:
+def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, method: Method, seed: int) -> Conformal:
     """Return the sets or intervals whose threshold the calibration data determine; see `Posterior.conformal`."""
     check_within("level", level, "(0, 1)")
     check_choice("method", method, ("threshold", "adaptive"))
-    batches: Iterable[Any] = batches_of(data, columns, "conformal")
+    batches: Iterable[Any] = batches_of(data, posterior.columns, "conformal")
     scores = []
     standardised = posterior.standardised()
     generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", "fit"))
-    for batch in map(columns.received, batches):
+    for batch in map(posterior.columns.received, batches):
         prediction = standardised.predict([batch])
         check_predictions(prediction, "conformal")
         target = as_tensor("the target", model.inputs_and_target(batch)[1])

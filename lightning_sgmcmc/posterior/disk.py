@@ -18,8 +18,9 @@ from lightning_sgmcmc.contour.contour import ContourState
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import is_regular, make_folder, read_regular, write_atomically
 from lightning_sgmcmc.posterior import manifest
+from lightning_sgmcmc.posterior.lock import is_in_use, unusable
+from lightning_sgmcmc.posterior.manifest import BackgroundWriter, wait_for_writers, write_sample
 from lightning_sgmcmc.posterior.store import SampleStore
-from lightning_sgmcmc.posterior.writing import BackgroundWriter, is_in_use, unusable, wait_for_writers, write_sample
 from lightning_sgmcmc.tables import Columns
 
 CONTOUR = "contour.safetensors"

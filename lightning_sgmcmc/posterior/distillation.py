@@ -15,7 +15,7 @@ from lightning_sgmcmc.batches.inputs import (
     inputs_of,
     unwrapped,
 )
-from lightning_sgmcmc.checks import check_count, check_within
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
@@ -242,16 +242,3 @@ class Distillation(pl.LightningModule):
                 "Student): change its last layer"
             )
         return classes
-
-
-def distil(
-    posterior: StoredSamples, net: nn.Module, loader: Any, epochs: int, lr: float, epistemic_weight: float, options: Any
-) -> Student:
-    """Return the fitted student; see `Posterior.distill`."""
-    check_count("epochs", epochs, optional=False)
-    task = Distillation(posterior, net, lr, epistemic_weight)
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(max_epochs=epochs, **(dict.fromkeys(silent, False) | options))
-    fit: dict[str, Any] = {"datamodule" if isinstance(loader, pl.LightningDataModule) else "train_dataloaders": loader}
-    trainer.fit(task, **fit)
-    return task.student.eval()

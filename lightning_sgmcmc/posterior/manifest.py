@@ -1,4 +1,4 @@
-"""The files of a store on disk: the manifest's lines, the samples' files, and those set aside."""
+"""The files of a store on disk: the manifest's lines, the samples' files, how both are written, and those set aside."""
 
 import errno
 import json
@@ -6,23 +6,28 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, record_of
 from lightning_sgmcmc.files import (
     check_regular,
     flush,
     flush_folder,
+    free_space,
     is_regular,
+    megabytes,
     parse_json,
     read_regular,
     write_atomically,
@@ -247,6 +252,134 @@ def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     length = int.from_bytes(content[:8], "little")
     names = parse_json(parse_json(content[8 : 8 + length]).get("__metadata__", {}).get("names", "[]"))
     return {name: tensors[name] for name in names or sorted(tensors) if name in tensors}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+LARGEST_WAITING = 2**30
+"""Bytes that may wait for the thread; then the run waits until there is room."""
+
+Job = Callable[[], Callable[[], None]]
+"""Writes something; returns what to do in the run's thread once it is written."""
+
+
+def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleRecord:
+    """Write a sample's file and its line in the manifest, both flushed to the disk; return its record."""
+    name = sample_name(sample.step, sample.chain, sample.draw)
+    content = sample_content(sample)
+    record = record_of(sample, name, checksum(content))
+    try:
+        write_atomically(folder / name, content)
+        add_line(folder / MANIFEST, line_of(record))
+    except OSError as error:
+        what = f"the {earlier} earlier samples are complete: free space, and resume from the last checkpoint"
+        if not (folder / MANIFEST).exists():
+            what = f"the folder was deleted, with the {earlier} earlier samples: start a new run"
+        raise OSError(
+            error.errno,
+            f"the sample of step {sample.step} could not be written to {folder / name} "
+            f"({megabytes(len(content))}): {error.strerror}{free_space(folder)}; {what}",
+        ) from error
+    return record
+
+
+def add_line(path: Path, line: str, block: int = 4096) -> None:
+    """Add a line to a manifest, over a truncated last one."""
+    check_regular(path)
+    with open(path, "r+b") as manifest:
+        end = manifest.seek(0, os.SEEK_END)
+        while end > 0:  # read from the end, for the position after the last newline
+            start = manifest.seek(max(0, end - block))
+            found = manifest.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        manifest.seek(end)
+        manifest.truncate()
+        manifest.write((line + "\n").encode())
+        try:
+            flush(manifest)
+        except OSError:
+            manifest.truncate(end)
+            raise
+
+
+class BackgroundWriter:
+    """Does the writing for a folder in a thread, one job after another; after a failure it does no further job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")  # whose jobs are done before Python exits
+        self._waiting: deque[tuple[Future[Callable[[], None] | None], int]] = deque()
+        self._finished: list[Callable[[], None]] = []
+        self._error: Exception | None = None
+        _WRITERS.add(self)
+
+    def __len__(self) -> int:
+        """Return the number of jobs that `settle` has not finished."""
+        return len(self._waiting) + len(self._finished)
+
+    def submit(self, job: Job, size: int) -> None:
+        """Queue a job that holds `size` bytes; wait while more than `LARGEST_WAITING` bytes are waiting."""
+        while self._waiting:
+            if not self._waiting[0][0].done() and size + sum(own for _, own in self._waiting) <= LARGEST_WAITING:
+                break
+            self._take()
+        self._raise()
+        self._waiting.append((self._thread.submit(self._do, job), size))
+
+    def _do(self, job: Job) -> Callable[[], None] | None:
+        if self._error is not None:
+            return None
+        try:
+            return job()
+        except Exception as error:
+            self._error = error
+            return None
+
+    def _take(self) -> None:
+        finish = self._waiting[0][0].result()
+        self._waiting.popleft()
+        if finish is not None:
+            self._finished.append(finish)
+
+    def wait(self) -> None:
+        """Return when no job is waiting or being done."""
+        for future, _ in list(self._waiting):
+            future.result()
+
+    def settle(self) -> None:
+        """Wait for all jobs, and finish those that succeeded in the calling thread."""
+        while self._waiting:
+            self._take()
+        finished, self._finished = self._finished, []
+        for finish in finished:
+            finish()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Wait for all jobs, and end the thread."""
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()
+            _WRITERS.discard(self)
+
+
+_WRITERS: WeakSet[BackgroundWriter] = WeakSet()
+"""The writers of this process."""
+
+
+def wait_for_writers(folder: Path) -> None:
+    """Return when everything that this process has drawn for a folder is written, or has failed."""
+    for writer in list(_WRITERS):
+        if writer.folder == folder.absolute():
+            writer.wait()
 
 
 # -- aside -------------------------------------------------------------------------------------------------------------

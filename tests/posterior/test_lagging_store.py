@@ -11,7 +11,7 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.posterior import writing
+from lightning_sgmcmc.posterior import manifest
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.full_disk import full_at
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_an_error_in_the_runs_thread(
     gate.open()
     for step in (1, 2, 3):
         store.append_later(sample(step), gate.copy_of(step))
-    writing.wait_for_writers(store.path)
+    manifest.wait_for_writers(store.path)
     says = r"the sample of step 2 could not be written to .*No space left.*the 1 earlier samples are complete"
     readers = {"the next sample": lambda: store.append_later(sample(4), gate.copy_of(4)), "records": lambda: len(store)}
     for _ in range(2 if reader in readers else 0):  # whoever catches it once does not make it good
@@ -107,7 +107,7 @@ def test_a_full_disk_is_an_error_in_the_runs_thread(
 
 def test_the_queue_is_bounded(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(tensor.nbytes for tensor in sample(1).state.values())
-    monkeypatch.setattr(writing, "LARGEST_WAITING", 2 * size)
+    monkeypatch.setattr(manifest, "LARGEST_WAITING", 2 * size)
     gate = Gate()
     for step in (1, 2):
         store.append_later(sample(step), gate.copy_of(step))
