@@ -396,11 +396,7 @@ class LoaderAverage:
 
 
 def metrics_of(
-    module: EnergyModel,
-    terms: Mapping[str, Tensor],
-    log_density: Tensor,
-    target: Tensor | None,
-    scaling: TargetScaling,
+    module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scaling: TargetScaling
 ) -> dict[str, float]:
     """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood; an `rmse_<target>`
     each for several targets with scalings of their own."""

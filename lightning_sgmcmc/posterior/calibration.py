@@ -24,7 +24,7 @@ from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import home_of
-from lightning_sgmcmc.posterior.predictive import average_scores
+from lightning_sgmcmc.posterior.predictive import average_scores, not_finite
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import (
     ClassPrediction,
@@ -139,8 +139,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
 
 def check_predictions(prediction: Prediction, what: str) -> None:
     """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless."""
-    finite = [part.reshape(len(part), -1).isfinite().all(1) for part in prediction.parts.values()]
-    count = int((~torch.stack(finite).all(0)).sum())
+    count = int(not_finite(prediction.parts).sum())
     if count:
         raise ValueError(
             f"{what} needs finite predictions, and {count} of {len(prediction)} are NaN or infinite: remove inputs "

@@ -1,7 +1,6 @@
-"""Which classes a store may name, and how they are found.
+"""Which classes a store may name: those of imported modules, and torch's and this library's networks.
 
-A store can come from anywhere, so its text must not choose what Python imports or calls. A name is looked up among the
-modules that the program has imported, and only torch's and this library's networks are imported by name.
+A store can come from anywhere, so its text must not choose what Python imports or calls.
 """
 
 import importlib

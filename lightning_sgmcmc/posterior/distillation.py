@@ -7,14 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.batches.inputs import (
-    arguments_of_network,
-    as_tensors,
-    batches_in,
-    called,
-    inputs_of,
-    unwrapped,
-)
+from lightning_sgmcmc.batches.inputs import arguments_of_network, as_tensors, batches_in, called, inputs_of, unwrapped
 from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.posterior.stored import StoredSamples

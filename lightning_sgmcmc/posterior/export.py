@@ -182,10 +182,7 @@ def _cells(row: ParameterRow) -> tuple[str, ...]:
 
 
 def parameter_table(
-    store: SampleStore,
-    patterns: Sequence[str] | None,
-    by: Literal["parameter", "element", "layer"],
-    caption: str,
+    store: SampleStore, patterns: Sequence[str] | None, by: Literal["parameter", "element", "layer"], caption: str
 ) -> ParameterTable:
     """Return the table; see `Posterior.summary`. Samples are read one at a time."""
     check_choice("by", by, ("parameter", "element", "layer"))

@@ -1,7 +1,6 @@
-"""Models of transformers, and peft's LoRA on any network, as plain data: their classes and configurations.
+"""Models of transformers, peft's LoRA on any network, and torchvision's models, as plain data.
 
-A store can come from anywhere: only classes of `FAMILIES` are named, which build themselves from the numbers of their
-configuration alone. No text of a store reaches a loader, and nothing is downloaded.
+A store can come from anywhere, so no text of it reaches a loader, and nothing is downloaded.
 """
 
 import copy
@@ -244,11 +243,7 @@ def describe_vision_model(module: nn.Module, describe: Callable[[Any], Any]) -> 
     if best is None:
         raise NotDescribableError(f"no builder of torchvision makes this {type(module).__name__}")
     path, arguments, changed = best
-    return {
-        "class": path,
-        "arguments": arguments,
-        "replaced": {name: describe(part) for name, part in changed.items()},
-    }
+    return {"class": path, "arguments": arguments, "replaced": {name: describe(part) for name, part in changed.items()}}
 
 
 def build_vision_model(description: Mapping[str, Any], build: Build) -> nn.Module:

@@ -204,7 +204,12 @@ def average_predictions(
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
-    warn_of_overflow(terms)
+    bad = not_finite(terms)
+    if bool(bad.any()):
+        rank_zero_warn(
+            f"{int(bad.sum())} of {len(bad)} predictions are NaN or infinite, because the network's output overflows "
+            "or its inputs are not finite: scale the inputs as in training, or predict in float64."
+        )
     describe = prediction_of if likelihood is None else likelihood.prediction
     prediction = describe(terms, requested.stacked().get("each"))
     return with_distributions(prediction, likelihood, kept, torch.tensor(log_weights, dtype=torch.float64).softmax(0))
@@ -322,15 +327,9 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     return store
 
 
-def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
-    """Warn about predictions that are NaN or infinite; `terms` have the first axis n."""
-    bad = torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()])
-    count = int(bad.any(0).sum())
-    if count:
-        rank_zero_warn(
-            f"{count} of {bad.shape[1]} predictions are NaN or infinite, because the network's output overflows or its "
-            "inputs are not finite: scale the inputs as in training, or predict in float64."
-        )
+def not_finite(terms: Mapping[str, Tensor]) -> Tensor:
+    """Return whether each datum has a number that is NaN or infinite, shape (n,), in tensors with the first axis n."""
+    return torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()]).any(0)
 
 
 def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:

@@ -272,9 +272,7 @@ class StoredSamples:
         return chosen
 
     def summary(
-        self,
-        parameters: Sequence[str] | None = None,
-        by: Literal["parameter", "element", "layer"] = "parameter",
+        self, parameters: Sequence[str] | None = None, by: Literal["parameter", "element", "layer"] = "parameter"
     ) -> ParameterTable:
         """Return a table of the posterior: mean, standard deviation, split R-hat and effective number of draws.
 

@@ -112,8 +112,8 @@ class NormalMixture(distributions.Distribution):
             return torch.normal(loc, scale)
 
 
-def is_discrete(law: distributions.Distribution) -> bool:
-    """Return whether a distribution is one of integers."""
+def is_discrete(law: distributions.Distribution | type[distributions.Distribution]) -> bool:
+    """Return whether a distribution, or a class of them, is one of integers."""
     return bool(getattr(law.support, "is_discrete", False))
 
 

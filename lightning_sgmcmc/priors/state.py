@@ -54,10 +54,8 @@ def begin_prior_state(module: nn.Module, prior: Prior) -> None:
 
 
 def with_own_state(module: nn.Module, prior: Prior, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict that a module with this prior can load, whichever prior the saved one had.
-
-    Tensors of another prior are left out, and those that the saved run did not have keep the module's values.
-    """
+    """Return a state dict that a module with this prior can load: tensors of another prior are left out, and those that
+    the saved run did not have keep the module's values."""
     saved = [name for name in state_dict if is_prior_state(name)]
     if saved:
         begin_prior_state(module, prior)
