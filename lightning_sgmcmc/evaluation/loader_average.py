@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,6 +300,10 @@ class Evaluation:
         return deviations
 
 
+SAVED = ("members", "running", "target", "log_weights", "comparable")
+"""What a checkpoint has of an `Evaluation` as it is."""
+
+
 class LoaderAverage:
     """The running average over the data of one loader, and over out-of-distribution data."""
 
@@ -363,14 +368,9 @@ class LoaderAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and tensors."""
         evaluation = self.evaluation
-        return {
+        return {name: getattr(evaluation, name) for name in SAVED} | {
             "total": self._total.state_dict(),
-            "members": evaluation.members,
-            "running": evaluation.running,
-            "target": evaluation.target,
             "ood": {name: total.state_dict() for name, total in self._ood.items()},
-            "log_weights": evaluation.log_weights,
-            "comparable": evaluation.comparable,
             "chains": evaluation.chains.state_dict(),
             "per_datum": evaluation.per_datum.state_dict(),
         }
@@ -382,17 +382,11 @@ class LoaderAverage:
         for name, saved in state["ood"].items():
             self._ood[name] = self._new()
             self._ood[name].load_state_dict(saved)
-        self.evaluation = Evaluation(
-            members=list(state["members"]),
-            running=list(state["running"]),
-            average=self._total.combined(),
-            target=state["target"],
-            ood={name: total.combined() for name, total in self._ood.items()},
-            log_weights=list(state["log_weights"]),
-            comparable=state["comparable"],
-        )
-        self.evaluation.chains.load_state_dict(state["chains"])
-        self.evaluation.per_datum.load_state_dict(state["per_datum"])
+        evaluation = self.evaluation = Evaluation(**{name: copy(state[name]) for name in SAVED})
+        evaluation.average = self._total.combined()
+        evaluation.ood = {name: total.combined() for name, total in self._ood.items()}
+        evaluation.chains.load_state_dict(state["chains"])
+        evaluation.per_datum.load_state_dict(state["per_datum"])
 
 
 def metrics_of(
