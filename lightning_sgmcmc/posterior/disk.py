@@ -71,7 +71,7 @@ class DiskStore(SampleStore):
         self.reload()
 
     @property
-    def records(self) -> list[SampleRecord]:  # type: ignore[override]
+    def records(self) -> list[SampleRecord]:
         """The samples' records, once all of them are on the disk."""
         self._settle()
         return self._records

@@ -36,8 +36,12 @@ class Mixture:
     shift: Tensor | float = 0.0
     factor: Tensor | float = 1.0
 
-    def components(self, parameters: Mapping[str, Tensor]) -> Distribution:
-        """Return the distributions of z with these parameters, in float64 where the device has it."""
+    @property
+    def components(self) -> Distribution:
+        """The S·n·D distributions of z, in float64 where the device has it."""
+        return self._made(self.parameters)
+
+    def _made(self, parameters: Mapping[str, Tensor]) -> Distribution:
         exact = {name: widest(p) for name, p in parameters.items()}
         law: Distribution = self.law(**exact, validate_args=False)
         return law
@@ -59,7 +63,7 @@ class Mixture:
         Args:
             y: shape (n, D).
         """
-        law = self.components(self.parameters)
+        law = self.components
         each = law.log_prob(self._z(y, law))
         if not is_discrete(law):
             each = each - torch.as_tensor(self.factor, dtype=each.dtype, device=each.device).log()
@@ -100,7 +104,7 @@ class Mixture:
         own = int(torch.randint(2**62, (), generator=generator))
         with unchanged_torch_generators([first.device]):
             reseed(own, first.device)  # torch's distributions take no generator
-            draws = self.components({name: p[chosen, rows] for name, p in self.parameters.items()}).sample()
+            draws = self._made({name: p[chosen, rows] for name, p in self.parameters.items()}).sample()
         return self.shift + self.factor * draws
 
     def _with_cdf(self) -> Distribution:
@@ -109,7 +113,7 @@ class Mixture:
                 f"quantiles and intervals need a distribution function, and {self.law.__name__} has none: define "
                 "cdf(value) in a subclass, and use it as the likelihood's distribution"
             )
-        return self.components(self.parameters)
+        return self.components
 
     def _z(self, y: Tensor, law: Distribution) -> Tensor:
         dtype = widest_dtype(y.device)
