@@ -1,7 +1,6 @@
 """A network as plain data, so that a sample store can be opened later without the program that wrote it.
 
-`describe` converts a module to nested dictionaries of names and numbers, if possible; `build` rebuilds the module from
-them. Nothing is pickled: a description contains importable class names and constructor arguments.
+Nothing is pickled: a description contains importable class names and constructor arguments.
 """
 
 import functools

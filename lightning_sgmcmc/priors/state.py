@@ -1,7 +1,6 @@
 """The tensors that a prior has for each chain, as buffers of the module: drawn scales, and centres at the start.
 
-As buffers they get the chains' leading axis, move between devices, and are saved in checkpoints, like the chains' own
-tensors. They are no part of the network: samples, descriptions and comparisons of networks leave them out.
+Like the chains' own tensors they are saved in checkpoints, but samples and descriptions of networks leave them out.
 """
 
 from collections import OrderedDict
