@@ -20,14 +20,13 @@ from lightning_sgmcmc.fit.checkpoints import check_common, mark_of_store
 from lightning_sgmcmc.fit.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
 from lightning_sgmcmc.fit.resume import check_resume
 from lightning_sgmcmc.posterior.calibration import saved_calibration
-from lightning_sgmcmc.posterior.description import description_for_store
-from lightning_sgmcmc.posterior.disk import DiskStore, LaggingStore
+from lightning_sgmcmc.posterior.description import description_for_store, model_of
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.networks import model_of
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
-from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.tables import Columns
 
 
@@ -134,7 +133,7 @@ class SampleCollector(SamplerCallback):
                 trainer, lambda: begin_store(path, description_for_store(module), _columns(trainer), shared)
             )
             check_common("the samples' folder", lambda: path, mark_of_store)
-            self._store = LaggingStore(path)
+            self._store = DiskStore(path)
         if isinstance(self._store, MemoryStore):
             self._store.columns = _columns(trainer)
         self._publish(module)
@@ -155,7 +154,7 @@ class SampleCollector(SamplerCallback):
         trainer.strategy.barrier("read the store before it is cut")
         DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
         self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))
-        self._store = LaggingStore(path)
+        self._store = DiskStore(path)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = None if self.posterior is None else self.posterior.model
@@ -163,7 +162,7 @@ class SampleCollector(SamplerCallback):
             model.to(pl_module.device)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
-        if isinstance(self._store, LaggingStore) and self._store.lags:
+        if isinstance(self._store, DiskStore) and self._store.lags:
             self._drop_surplus()
         self._drawing = drawing if drawing.on_cuda else None
 
@@ -179,17 +178,17 @@ class SampleCollector(SamplerCallback):
         if isinstance(store, DiskStore) and not trainer.is_global_zero:
             return
         copy = None if drawing is None else drawing.host_copy(sample)
-        if copy is not None and isinstance(store, LaggingStore):
+        if copy is not None and isinstance(store, DiskStore):
             store.append_later(sample, copy)
         else:
             store.append(sample if copy is None else copy())
         if contour is not None and contour is not self._contour:
-            if isinstance(store, LaggingStore) and copy is not None:
+            if isinstance(store, DiskStore) and copy is not None:
                 store.set_contour_later(contour)
             else:
                 store.contour = contour
             self._contour = contour
-        if not (isinstance(store, LaggingStore) and store.lags):
+        if not (isinstance(store, DiskStore) and store.lags):
             self._drop_surplus()
 
     def _drop_surplus(self) -> None:
@@ -208,7 +207,7 @@ class SampleCollector(SamplerCallback):
         self._retired &= wanted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(self._store, LaggingStore) and trainer.is_global_zero:
+        if isinstance(self._store, DiskStore) and trainer.is_global_zero:
             self._drop_surplus()
             self._store.close()
             self._retired |= self._store.trim()
@@ -223,7 +222,7 @@ class SampleCollector(SamplerCallback):
         self._release()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(self._store, LaggingStore):
+        if isinstance(self._store, DiskStore):
             try:
                 self._store.close()
             except OSError as error:
@@ -259,7 +258,7 @@ class SampleCollector(SamplerCallback):
     def state_dict(self) -> dict[str, Any]:
         if self._lost is not None:
             raise self._lost
-        if isinstance(self._store, LaggingStore) and self._store.lags:
+        if isinstance(self._store, DiskStore) and self._store.lags:
             self._drop_surplus()
         state: dict[str, Any] = {"seen": dict(self._seen)}
         if isinstance(self._store, MemoryStore):

@@ -16,7 +16,7 @@ from lightning_sgmcmc import callbacks
 from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import free_name, is_regular, replacing, write_output
-from lightning_sgmcmc.posterior.writing import LOCK, InUseError, is_in_use, lock_alone, lock_shared
+from lightning_sgmcmc.posterior.lock import LOCK, InUseError, is_in_use, lock_alone, lock_shared
 
 NAME = "config.yaml"
 

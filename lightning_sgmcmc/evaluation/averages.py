@@ -91,12 +91,7 @@ class ChainsAverage:
         """By chain; None has all chains whose weights compare."""
 
     def add(
-        self,
-        terms: Mapping[str, Tensor],
-        log_density: Tensor,
-        log_weight: float,
-        *,
-        chain: int | None = None,
+        self, terms: Mapping[str, Tensor], log_density: Tensor, log_weight: float, *, chain: int | None = None
     ) -> None:
         """Add one more sample."""
         self._parts.setdefault(chain, WeightedAverage()).add(terms, log_density, log_weight)
@@ -122,17 +117,17 @@ class ChainsAverage:
 
 @dataclass
 class _OpenCycle:
-    """A cycle of one chain that may still get samples."""
+    """A cycle of one chain that may still get samples; `log_inverse` is logsumexp over them of -log p(D|θ)."""
 
     cycle: int
     average: WeightedAverage = field(default_factory=WeightedAverage)
     count: int = 0
     log_inverse: float = -math.inf
-    """logsumexp over the cycle's samples of -log p(D|θ)."""
 
-    def log_weight(self) -> float:
-        """log ŵ = log K - logsumexp_j(-log p(D|θ_j)), the harmonic mean of the likelihoods (cSG-MCMC, section 4)."""
-        return math.log(self.count) - self.log_inverse
+    def close_into(self, total: WeightedAverage) -> None:
+        """Add the cycle's average with log ŵ = log K - logsumexp_j(-log p(D|θ_j)), if one of its samples counts."""
+        if self.average.log_total > -math.inf:
+            total.add(self.average.terms, self.average.log_density, math.log(self.count) - self.log_inverse)
 
 
 class CycleAverage:
@@ -165,7 +160,7 @@ class CycleAverage:
         current = self._open.get(chain)
         if current is None or current.cycle != cycle:
             if current is not None:
-                self._close(self._closed, current)
+                current.close_into(self._closed)
             current = self._open[chain] = _OpenCycle(cycle)
         current.average.add(terms, log_density, log_weight)
         current.count += 1
@@ -175,36 +170,20 @@ class CycleAverage:
         """Return the average of all cycles so far."""
         total = self._closed.copy()
         for cycle in self._open.values():
-            self._close(total, cycle)
+            cycle.close_into(total)
         return total
-
-    @staticmethod
-    def _close(total: WeightedAverage, cycle: _OpenCycle) -> None:
-        if cycle.average.log_total > -math.inf:  # else none of its samples counts
-            total.add(cycle.average.terms, cycle.average.log_density, cycle.log_weight())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and tensors."""
-        return {
-            "closed": self._closed.state_dict(),
-            "open": {
-                chain: {
-                    "cycle": c.cycle,
-                    "count": c.count,
-                    "log_inverse": c.log_inverse,
-                    "average": c.average.state_dict(),
-                }
-                for chain, c in self._open.items()
-            },
-        }
+        open_cycles = {chain: vars(c) | {"average": c.average.state_dict()} for chain, c in self._open.items()}
+        return {"closed": self._closed.state_dict(), "open": open_cycles}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict()`."""
         self._closed.load_state_dict(state["closed"])
         self._open = {}
         for chain, saved in state["open"].items():
-            average = WeightedAverage.of(saved["average"])
-            self._open[chain] = _OpenCycle(saved["cycle"], average, saved["count"], saved["log_inverse"])
+            self._open[chain] = _OpenCycle(**saved | {"average": WeightedAverage.of(saved["average"])})
 
 
 def _logaddexp(a: float, b: float) -> float:

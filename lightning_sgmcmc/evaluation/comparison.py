@@ -35,12 +35,7 @@ class ChainComparison:
         self._densities: list[Tensor] = []
 
     def add(
-        self,
-        chain: int,
-        log_weight: float,
-        terms: Mapping[str, Tensor],
-        log_density: Tensor,
-        comparable: bool = True,
+        self, chain: int, log_weight: float, terms: Mapping[str, Tensor], log_density: Tensor, comparable: bool = True
     ) -> None:
         """Add a sample's terms, first axis n, and log p(y|x,θ), shape (n,), on the evaluation data."""
         self.comparable &= comparable
@@ -61,16 +56,16 @@ class ChainComparison:
         known = [average for average in self.averages.values() if average.log_total > -math.inf]
         if len(known) < 2:
             return math.nan
-        if "probabilities" in known[0].terms:
-            each = torch.stack([average.terms["probabilities"].cpu().double() for average in known])
+        of_chains = {
+            name: torch.stack([average.terms[name].cpu().double() for average in known]) for name in known[0].terms
+        }
+        if "probabilities" in of_chains:
+            each = of_chains["probabilities"]
             return float((predictive_entropy(each.mean(0)) - predictive_entropy(each).mean(0)).mean())
-        if "mean" in known[0].terms:
-            means = torch.stack([average.terms["mean"].cpu().double() for average in known])
-            squares = torch.stack([average.terms["square"].cpu().double() for average in known])
-            noise = torch.stack([average.terms["variance"].cpu().double() for average in known])
-            between = means.var(0, correction=0)
-            total = squares.mean(0) - means.mean(0).square() + noise.mean(0)
-            return float((between / total).mean())
+        if "mean" in of_chains:
+            means = of_chains["mean"]
+            total = of_chains["square"].mean(0) - means.mean(0).square() + of_chains["variance"].mean(0)
+            return float((means.var(0, correction=0) / total).mean())
         return math.nan
 
     def nll(self, chain: int) -> float:
@@ -103,9 +98,7 @@ class ChainComparison:
 @dataclass(frozen=True)
 class ChainRow:
     """Summary statistics of one chain, or of all chains pooled (`chain` is None): energies in nats, their diagnostics
-    (for one chain, between its halves), and the NLL of the average on the compared data, NaN if nothing was
-    evaluated.
-    """
+    (for one chain, between its halves), and the NLL of the average on the compared data, NaN if none was evaluated."""
 
     chain: int | None
     samples: int
@@ -141,18 +134,15 @@ def chain_rows(
 
 def prediction_diagnostics(comparison: ChainComparison) -> ChainDiagnostics:
     """Return the worst diagnostics of log p(y|x,θ) along the chains, over the tracked data."""
-    densities = comparison.densities
-    if not len(densities):
-        return ChainDiagnostics(math.nan, math.nan, math.nan)
-    grid = ChainGrid.of_chains(comparison.chains)
-    each = [chain_diagnostics(grid.arrange(column)) for column in densities.T]
-    known = [one for one in each if math.isfinite(one.rhat)]
-    if not known:
-        return ChainDiagnostics(math.nan, math.nan, math.nan)
+    known: list[ChainDiagnostics] = []
+    if comparison.chains:
+        grid = ChainGrid.of_chains(comparison.chains)
+        each = [chain_diagnostics(grid.arrange(column)) for column in comparison.densities.T]
+        known = [one for one in each if math.isfinite(one.rhat)]
     return ChainDiagnostics(
-        rhat=max(one.rhat for one in known),
-        ess_bulk=min(one.ess_bulk for one in known),
-        ess_tail=min(one.ess_tail for one in known),
+        rhat=max((one.rhat for one in known), default=math.nan),
+        ess_bulk=min((one.ess_bulk for one in known), default=math.nan),
+        ess_tail=min((one.ess_tail for one in known), default=math.nan),
     )
 
 

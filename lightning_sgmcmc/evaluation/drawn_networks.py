@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,20 +29,6 @@ def batch_norm_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _averaging(layers: Iterable[Any]) -> Iterator[None]:
-    """Within the context, the layers take the batch's statistics, and average them over the batches."""
-    before = [(layer, layer.momentum, layer.training) for layer in layers]
-    try:
-        for layer, _, _ in before:
-            layer.train()
-            layer.momentum = None  # the plain average over batches
-        yield
-    finally:
-        for layer, momentum, training in before:
-            layer.momentum, layer.training = momentum, training
-
-
 def new_statistics(
     model: nn.Module,
     state: Mapping[str, Tensor],
@@ -58,10 +43,19 @@ def new_statistics(
         for statistic, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
             key = f"{name}.{statistic}"
             fresh[key] = torch.full_like(state[key], value)
-    if layers:
-        with _averaging(layers.values()), torch.no_grad():
+    if not layers:
+        return fresh
+    before = [(layer, layer.momentum, layer.training) for layer in layers.values()]
+    try:
+        for layer in layers.values():
+            layer.train()
+            layer.momentum = None  # the plain average over batches
+        with torch.no_grad():
             for batch in batches:
                 call(fresh, batch)
+    finally:
+        for layer, momentum, training in before:
+            layer.momentum, layer.training = momentum, training
     return fresh
 
 
@@ -82,12 +76,8 @@ def check_statistics(trainer: pl.Trainer, model: EnergyModel, name: str) -> None
 def refreshed(
     trainer: pl.Trainer, chains: Chains, sample: PosteriorSample, seed: int, batches: int | None
 ) -> PosteriorSample:
-    """Return a sample with BatchNorm statistics and energy of its own weights, on random training data.
-
-    The energy is Ũ on the data of one step, in evaluation mode. Without data that can be read again, it remains the
-    step's. No random generator is advanced, and no process communicates. The statistics are of so many batches, None of
-    a pass over the data.
-    """
+    """Return a sample with statistics of so many random training batches (None of a pass over the data) at its own
+    weights, and its Ũ on the data of a step, in evaluation mode; the sample itself if no batches can be drawn."""
     if not has_fresh_batches(trainer):
         return sample
     model = chains.model

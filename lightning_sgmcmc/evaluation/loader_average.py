@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,6 @@ from lightning_sgmcmc.predictions import RegressionPrediction
 from lightning_sgmcmc.tables import TargetScaling
 from lightning_sgmcmc.tensors import widest
 
-NAMES = ("best_single", "best_average", "first_cycle")
-
 
 @dataclass
 class Kept:
@@ -39,10 +38,7 @@ class Kept:
 @dataclass
 class PerDatumScores:
     """Log densities of the best single sample, of the best average and of the first cycle's average: three numbers a
-    datum.
-
-    The best are chosen by their NLL on the same data, which favours them.
-    """
+    datum; the best are chosen by their NLL on the same data, which favours them."""
 
     kept: dict[str, Kept] = field(default_factory=dict)
     _first_cycle: int | None = None
@@ -51,22 +47,22 @@ class PerDatumScores:
     def add(self, index: int, cycle: int, own: Tensor, average: Tensor) -> None:
         """Add a sample's log p(y|x,θ) of each datum, shape (n,), and that of the average of all so far, empty while all
         weights are 0."""
-        self._keep_lower("best_single", own, index)
+        self._keep("best_single", own, index, if_lower=True)
         if not len(average):
             return
-        self._keep_lower("best_average", average, index)
+        self._keep("best_average", average, index, if_lower=True)
         self._first_cycle = cycle if self._first_cycle is None else self._first_cycle
         in_first = cycle == self._first_cycle
         last = self.kept.get("first_cycle")
         if in_first and (last is None or last.index == index - 1):
-            self.kept["first_cycle"] = _kept(average, index)
+            self._keep("first_cycle", average, index)
         elif in_first:
             self._is_prefix = False  # the first cycle's samples did not come first
 
-    def _keep_lower(self, name: str, density: Tensor, index: int) -> None:
+    def _keep(self, name: str, density: Tensor, index: int, if_lower: bool = False) -> None:
         nll = -float(density.mean())
-        if math.isfinite(nll) and (name not in self.kept or nll < self.kept[name].nll):
-            self.kept[name] = _kept(density, index)
+        if not if_lower or (math.isfinite(nll) and (name not in self.kept or nll < self.kept[name].nll)):
+            self.kept[name] = Kept(density.detach().to("cpu", torch.float32, copy=True), nll, index)
 
     def first_cycle(self, count: int) -> Kept | None:
         """Return the average of the first cycle's samples; None if there is one cycle only, or if it is not known."""
@@ -96,19 +92,12 @@ class PerDatumScores:
         self._first_cycle, self._is_prefix = state["first_cycle"], state["is_prefix"]
 
 
-def _kept(density: Tensor, index: int) -> Kept:
-    return Kept(density.detach().to("cpu", torch.float32, copy=True), -float(density.mean()), index)
-
-
 # -- user metrics ------------------------------------------------------------------------------------------------------
 
 
 class UserMetrics:
-    """Metrics of (prediction, target) by name, functions or torchmetrics.
-
-    Each is called with the class probabilities (n, K) and the labels (n,), or in regression with the predictive means
-    and the targets, both (n, D) and in the target's own units, and returns one number.
-    """
+    """Metrics by name, functions or torchmetrics, of class probabilities (n, K) and labels (n,), or in regression of
+    the predictive means and the targets, both (n, D) and in the target's own units."""
 
     def __init__(self, metrics: Mapping[str, Callable[..., Any]] | None) -> None:
         if metrics is not None and (isinstance(metrics, Metric) or not hasattr(metrics, "items")):
@@ -152,21 +141,22 @@ class UserMetrics:
                 part.to(predicted) if isinstance(part, Tensor) else part for part in (scaling.factor, scaling.shift)
             )
             predicted, target = predicted * scale + shift, target * scale + shift
-        found = {}
-        for name, metric in self._metrics.items():
-            if isinstance(metric, Metric):
-                metric.to(predicted.device)
-            found[name] = float(metric(predicted, target))
-            if isinstance(metric, Metric):
-                metric.reset()
-        return found
+        return {name: self._value(metric, predicted, target) for name, metric in self._metrics.items()}
+
+    @staticmethod
+    def _value(metric: Any, predicted: Tensor, target: Tensor) -> float:
+        if not isinstance(metric, Metric):
+            return float(metric(predicted, target))
+        value = float(metric.to(predicted.device)(predicted, target))
+        metric.reset()
+        return value
 
 
 # -- held data ---------------------------------------------------------------------------------------------------------
 
 
 MOST_TENSORS = 16
-"""Of a list of an object's tensors that are looked at."""
+"""Of a list of a data set's tensors, those that are looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,9 +200,6 @@ def _parts(dataset: Any, depth: int) -> Iterator[Any]:
 
 
 # -- loader average ----------------------------------------------------------------------------------------------------
-
-
-MEMBER_KEYS = ("step", "chain", "cycle")
 
 
 @dataclass(repr=False)
@@ -313,6 +300,10 @@ class Evaluation:
         return deviations
 
 
+SAVED = ("members", "running", "target", "log_weights", "comparable")
+"""What a checkpoint has of an `Evaluation` as it is."""
+
+
 class LoaderAverage:
     """The running average over the data of one loader, and over out-of-distribution data."""
 
@@ -340,10 +331,9 @@ class LoaderAverage:
         self._check_order(target)
 
         def add(total: ChainsAverage | CycleAverage, terms: dict[str, Tensor], density: Tensor) -> WeightedAverage:
-            if isinstance(total, ChainsAverage):
-                total.add(terms, density, sample.log_weight, chain=None if sample.comparable else sample.chain)
-                return total.combined()
             place: dict[str, Any] = {"chain": sample.chain, "cycle": sample.cycle, "log_likelihood": log_likelihood}
+            if isinstance(total, ChainsAverage):
+                place = {"chain": None if sample.comparable else sample.chain}
             total.add(terms, density, sample.log_weight, **place)
             return total.combined()
 
@@ -357,14 +347,14 @@ class LoaderAverage:
             self.evaluation.ood[name] = ood
             own |= _ood_figures(name, terms, unknown)
             running |= _ood_figures(name, average.terms, ood.terms)
-        origin = {key: getattr(sample, key) for key in MEMBER_KEYS}
-        self.evaluation.members.append(origin | own)
-        self.evaluation.log_weights.append(sample.log_weight)
-        self.evaluation.running.append(running)
-        self.evaluation.average = average
-        self.evaluation.comparable &= sample.comparable
-        self.evaluation.per_datum.add(len(self.evaluation.members) - 1, sample.cycle, log_density, average.log_density)
-        self.evaluation.chains.add(sample.chain, sample.log_weight, terms, log_density, sample.comparable)
+        evaluation = self.evaluation
+        evaluation.members.append({"step": sample.step, "chain": sample.chain, "cycle": sample.cycle} | own)
+        evaluation.log_weights.append(sample.log_weight)
+        evaluation.running.append(running)
+        evaluation.average = average
+        evaluation.comparable &= sample.comparable
+        evaluation.per_datum.add(len(evaluation.members) - 1, sample.cycle, log_density, average.log_density)
+        evaluation.chains.add(sample.chain, sample.log_weight, terms, log_density, sample.comparable)
 
     def _check_order(self, target: Tensor | None) -> None:
         known = self.evaluation.target
@@ -378,14 +368,9 @@ class LoaderAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and tensors."""
         evaluation = self.evaluation
-        return {
+        return {name: getattr(evaluation, name) for name in SAVED} | {
             "total": self._total.state_dict(),
-            "members": evaluation.members,
-            "running": evaluation.running,
-            "target": evaluation.target,
             "ood": {name: total.state_dict() for name, total in self._ood.items()},
-            "log_weights": evaluation.log_weights,
-            "comparable": evaluation.comparable,
             "chains": evaluation.chains.state_dict(),
             "per_datum": evaluation.per_datum.state_dict(),
         }
@@ -397,25 +382,15 @@ class LoaderAverage:
         for name, saved in state["ood"].items():
             self._ood[name] = self._new()
             self._ood[name].load_state_dict(saved)
-        self.evaluation = Evaluation(
-            members=list(state["members"]),
-            running=list(state["running"]),
-            average=self._total.combined(),
-            target=state["target"],
-            ood={name: total.combined() for name, total in self._ood.items()},
-            log_weights=list(state["log_weights"]),
-            comparable=state["comparable"],
-        )
-        self.evaluation.chains.load_state_dict(state["chains"])
-        self.evaluation.per_datum.load_state_dict(state["per_datum"])
+        evaluation = self.evaluation = Evaluation(**{name: copy(state[name]) for name in SAVED})
+        evaluation.average = self._total.combined()
+        evaluation.ood = {name: total.combined() for name, total in self._ood.items()}
+        evaluation.chains.load_state_dict(state["chains"])
+        evaluation.per_datum.load_state_dict(state["per_datum"])
 
 
 def metrics_of(
-    module: EnergyModel,
-    terms: Mapping[str, Tensor],
-    log_density: Tensor,
-    target: Tensor | None,
-    scaling: TargetScaling,
+    module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scaling: TargetScaling
 ) -> dict[str, float]:
     """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood; an `rmse_<target>`
     each for several targets with scalings of their own."""

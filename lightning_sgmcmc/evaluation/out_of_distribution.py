@@ -29,7 +29,8 @@ class OutOfDistributionData:
         if sources is None:
             sources = {}
         elif not isinstance(sources, Mapping):
-            sources = {_name_of(sources): sources}
+            name = type(sources).__name__.removesuffix("DataModule").lower()
+            sources = {"ood" if isinstance(sources, DataLoader) else name: sources}
         for name, source in sources.items():
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise ValueError(
@@ -124,18 +125,15 @@ def _test_loader(trainer: pl.Trainer, name: str, source: Any) -> Any:
     training = getattr(trainer, "datamodule", None)
     adopted = hasattr(source, "normalise_as") and source.normalise_as(training)
     if not adopted and getattr(source, "normalises", False):
+        why = f"{type(training).__name__} has no input_scaling that fits"
+        if training is None:
+            why = "the trainer has loaders, no datamodule"
         rank_zero_warn(
             f"The out-of-distribution data '{name}' are normalised by their own statistics, since the training data's "
-            f"are unknown ({_what(training)}), so their scale may give them away or hide them: use one of the "
-            "library's datamodules for training too, or pass a loader of inputs as the network should see them."
+            f"are unknown ({why}), so their scale may give them away or hide them: use one of the library's "
+            "datamodules for training too, or pass a loader of inputs as the network should see them."
         )
     return source.test_dataloader()
-
-
-def _what(training: Any) -> str:
-    if training is None:
-        return "the trainer has loaders, no datamodule"
-    return f"{type(training).__name__} has no input_scaling that fits"
 
 
 def _check_order(name: str, loader: Any) -> None:
@@ -144,9 +142,3 @@ def _check_order(name: str, loader: Any) -> None:
             f"the loader of the out-of-distribution data '{name}' shuffles, so predictions of several samples cannot "
             "be averaged: create it with shuffle=False"
         )
-
-
-def _name_of(source: Any) -> str:
-    if isinstance(source, DataLoader):
-        return "ood"
-    return type(source).__name__.removesuffix("DataModule").lower()

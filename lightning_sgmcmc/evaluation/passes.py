@@ -50,11 +50,8 @@ def full_log_likelihoods(
     reason: str,
     of_own_chains: bool = False,
 ) -> list[float]:
-    """Return log p(D|θ) of all training data for each θ, in one pass without augmentation; processes share the data.
-
-    With `of_own_chains` the θ belong to chains of this process, so that only the ranks of its group share the data;
-    otherwise all processes have the same ones.
-    """
+    """Return log p(D|θ) of all training data for each θ, in one pass without augmentation; all processes share the data
+    of the same θ, or, with θ of this process's own chains, the ranks of its group alone."""
     total = torch.zeros(len(states), dtype=torch.float64)
     call, together = TogetherCall(chains.model, lambda model, batch: model.log_likelihood(batch)), States(states)
     layout = chains.layout
@@ -79,9 +76,8 @@ def pass_over_data(
 ) -> Iterator[Any]:
     """Yield the batches of a pass of the chains over all training data, with their augmentation, on the model's device.
 
-    Batches are plain for one chain, and `ChainBatches` for several. The ranks that share a chain share the data. The
-    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled as in
-    training, depend only on (seed, purpose, chain, steps made), wherever the chain runs.
+    The ranks that share a chain share the data. Augmentation, and the order if the data are shuffled as in training,
+    depend only on (seed, purpose, chain, steps made), wherever the chain runs.
     """
     layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, rows in enumerate(_all_rows(trainer, reason)):
@@ -108,13 +104,13 @@ def seeded_batches(
     limit: float = math.inf,
 ) -> Iterator[Any]:
     """Yield a loader's batches; before each, the generators are seeded by the seed, the names and its number."""
-    batches = EvaluationShare(loader, limit).batches(trainer, model)
+    batches, end = EvaluationShare(loader, limit).batches(trainer, model), object()
     for number in itertools.count():
         reseed_by(derive_seed(seed, *names, number), model.device)
-        batch = list(itertools.islice(batches, 1))
-        if not batch:
+        batch = next(batches, end)
+        if batch is end:
             return
-        yield batch[0]
+        yield batch
 
 
 def reseed_all(seed: int, device: torch.device) -> None:
@@ -161,10 +157,13 @@ def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reas
     for chain in range(chains.num_chains):
         with chains.at(chain), torch.no_grad():
             states.append(state_of(model))
-            log_priors.append(exact(model.log_prior()) if include_prior else torch.zeros((), dtype=torch.float64))
+            if include_prior:
+                log_priors.append(exact(model.log_prior()))
     with undisturbed(trainer, model):
         found = full_log_likelihoods(trainer, chains, states, reason, of_own_chains=True)
-    energies = -torch.tensor(found, dtype=torch.float64) - torch.stack(log_priors).cpu()
+    energies = -torch.tensor(found, dtype=torch.float64)
+    if include_prior:
+        energies = energies - torch.stack(log_priors).cpu()
     return energies.to(exact_device(model.device))
 
 
@@ -225,24 +224,18 @@ def fresh_energies(
 ) -> Tensor:
     """Return Ũ of each chain's present state on random training data, as many as a step has, shape (C,), float64.
 
-    The batches are independent of the steps so far, so E[Ũ] = U at the state. A step's own batch would not do: the step
-    lowers the energy of its batch, by ε·tr Var(∇Ũ) more than U. Networks are in training mode, as in a step; generators
-    and running statistics are unchanged. The random numbers depend only on (seed, chain, step).
-
-    Args:
-        relative_to: puts the chains at other states within its context, whose energies on the same data, with the same
-            random numbers of the network, are subtracted; None subtracts nothing.
+    The batches depend only on (seed, chain, step), so E[Ũ] = U at the state; a step's own batch would not do, whose
+    energy the step lowers by ε·tr Var(∇Ũ) more than U. Networks are in training mode; generators and running statistics
+    are unchanged. `relative_to` puts the chains at other states within its context, whose energies on the same data,
+    with the same random numbers of the network, are subtracted.
     """
-    num_data, layout = chains.observed.num_data, chains.layout
+    num_data, layout, weights = chains.observed.num_data, chains.layout, chains.weights
     energies = ChainEnergies(chains.model, chains.stacked, chains.execution, False, num_data, chains.trainable)
-    names = (PURPOSE, sampler.step_count)
+    size, count = _fresh_size(training_rows(trainer), chains), trainer.accumulate_grad_batches
 
     def seed_chain(chain: int) -> None:
-        stream = layout.stream(layout.chains[chain])
-        reseed(derive_seed(sampler.seed, *names, stream, "network"), chains.model.device)
-
-    size = _fresh_size(training_rows(trainer), chains)
-    weights = chains.weights
+        names = (PURPOSE, sampler.step_count, layout.stream(layout.chains[chain]), "network")
+        reseed(derive_seed(sampler.seed, *names), chains.model.device)
 
     def weigh() -> float | None:
         return None if weights is None else weights.fresh_factor(size)
@@ -256,7 +249,6 @@ def fresh_energies(
 
     correction = chains.claims.get("energy correction")
     total = torch.zeros(chains.num_chains, dtype=torch.float64, device=exact_device(chains.model.device))
-    count = trainer.accumulate_grad_batches
     with _undisturbed(chains.model), torch.no_grad():
         for batch in _fresh_batches(trainer, chains, sampler, count):
             energy = present(batch)
@@ -390,13 +382,9 @@ def excess_energies(
     centers: Mapping[str, Tensor],
     center_energy: Tensor,
 ) -> Tensor:
-    """Return n·(L(w) - L(w*)) of each chain's present state, shape (C,), float64, in nats.
-
-    "own" is on random training data, as many as a step has, the same for w and w* and independent of the steps so far,
-    so the difference is unbiased, and most of the noise of their choice cancels; "full" is on all training data, in
-    evaluation mode; "step" on the data of the last step, for the state before its update, less the loss at w* on all
-    data.
-    """
+    """Return n·(L(w) - L(w*)) of each chain's present state, shape (C,), float64, in nats: "full" on all training data,
+    "own" on random ones, the same for w and w*, and "step" on those of the last step, before its update, less n·L(w*)
+    of all data."""
     if kind == "full":
         return full_energies(trainer, chains, False, "loss='full'") - center_energy
     if kind == "step":

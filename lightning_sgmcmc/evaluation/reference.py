@@ -107,18 +107,19 @@ def cifar10_hmc(path: str | Path) -> Tensor:
 class Reference:
     """A reference predictive of the test data, from what `read_probabilities` takes; None is no reference."""
 
-    names = ("agreement", "total_variation")
-
     def __init__(self, source: Any) -> None:
         self.probabilities = None if source is None else read_probabilities(source)
 
     def __repr__(self) -> str:
         return "None" if self.probabilities is None else f"{tuple(self.probabilities.shape)}"
 
-    def values(self, probabilities: Tensor) -> dict[str, float]:
-        """Return the agreement and total variation of class probabilities (n, K)."""
-        assert self.probabilities is not None
-        own = probabilities.cpu()
+    def values(self, terms: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the agreement and total variation of class probabilities (n, K); nothing without a reference."""
+        if self.probabilities is None:
+            return {}
+        if "probabilities" not in terms:
+            raise ValueError("reference compares class probabilities, and these predictions have none: omit reference")
+        own = terms["probabilities"].cpu()
         return {
             "agreement": float(agreement(own, self.probabilities)),
             "total_variation": float(total_variation(own, self.probabilities)),
@@ -135,26 +136,22 @@ BLOCK = 2**22
 
 
 class StoredScores:
-    """Collects the samples' predictions of one loader's data, and scores each and their average, in the original units.
-
-    Gaussian likelihoods' average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes have
-    the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
-    """
+    """Collects the samples' predictions of one loader's data, and scores each and their average, in the original units;
+    the CRPS and interval score of an average of Gaussians are exact."""
 
     def __init__(self, likelihood: Any, scale: float | Tensor, reference: Reference | None, with_scores: bool) -> None:
-        self._reference = reference if reference is not None and reference.probabilities is not None else None
+        self._reference = Reference(None) if reference is None else reference
         self._likelihood = likelihood
         self._with_scores = with_scores
         self._is_gaussian = with_scores and getattr(likelihood, "distribution", None) is Normal
-        self._scales = scale if isinstance(scale, Tensor) else None
-        self._scale = 1.0 if isinstance(scale, Tensor) else scale
+        self._scale = scale
         self._records: list[SampleRecord] = []
         self._means: list[Tensor] = []
         self._stds: list[Tensor] = []
 
     def add(self, record: SampleRecord, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
         """Add a sample; return its own scores."""
-        found = self._of_reference(terms) | self._selective(terms, target)
+        found = self._reference.values(terms) | self._selective(terms, target)
         if self._is_gaussian and target is not None:
             self._records.append(record)
             self._means.append(terms["mean"].float().cpu())
@@ -165,18 +162,11 @@ class StoredScores:
 
     def of_average(self, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
         """Return the scores of the weighted average of all samples."""
-        found = self._of_reference(terms) | self._selective(terms, target)
+        found = self._reference.values(terms) | self._selective(terms, target)
         if self._means and target is not None:
             weights = normalised_weights(comparable_log_weights(self._records))
             found |= self._scores(weights, torch.stack(self._means), torch.stack(self._stds), target)
         return found
-
-    def _of_reference(self, terms: Mapping[str, Tensor]) -> dict[str, float]:
-        if self._reference is None:
-            return {}
-        if "probabilities" not in terms:
-            raise ValueError("reference compares class probabilities, and these predictions have none: omit reference")
-        return self._reference.values(terms["probabilities"])
 
     def _selective(self, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
         if not self._with_scores or target is None or "probabilities" not in terms or terms["probabilities"].dim() != 2:
@@ -198,9 +188,9 @@ class StoredScores:
             mixture = Mixture(Normal, {"loc": mean, "scale": std}, weights)
             ends = [mixture.quantile(q) for q in (0.5 - INTERVAL / 2, 0.5 + INTERVAL / 2)]
             missed += self._total(interval_score(ends[0], ends[1], y, INTERVAL))
-        factor = self._scale / max(int((~target.isnan()).sum()), 1)
+        factor = (1.0 if isinstance(self._scale, Tensor) else self._scale) / max(int((~target.isnan()).sum()), 1)
         return {"crps": crps * factor, f"interval_score_{INTERVAL * 100:.0f}": missed * factor}
 
     def _total(self, each: Tensor) -> float:
-        """Return the sum over observed targets (n, D), each in its unit."""
-        return float((each if self._scales is None else each * self._scales.to(each)).nansum())
+        """Return the sum over observed targets (n, D), each in its unit if every number has one of its own."""
+        return float((each * self._scale.to(each) if isinstance(self._scale, Tensor) else each).nansum())

@@ -26,8 +26,7 @@ class EvaluationShare:
     """This process's share of a loader's data, of which a number of batches is used, perhaps infinite.
 
     Of W `replicas`, rank r has the data r, r + W, …; with 0 each process has its own data. `num_data` is that of all
-    shares without the repetitions that make them equally long. Batch hooks receive the loader's index among the
-    trainer's.
+    shares without the repetitions that make them equally long.
     """
 
     loader: Any
@@ -47,9 +46,7 @@ class EvaluationShare:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the values of all data, in their order; `tensor` has those of this share along its first axis."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return tensor
-        if self.replicas == 1:
+        if self.replicas == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return tensor
         parts = gather_all_tensors(tensor.contiguous())
         if self.replicas == 0:
@@ -80,13 +77,10 @@ def share_of_plain(trainer: pl.Trainer, loader: Any, limit: float) -> Evaluation
 
 
 def _shared_by_all(trainer: pl.Trainer, loader: DataLoader[Any], limit: float) -> EvaluationShare:
-    mine: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False
-    )
     again: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_size=loader.batch_size or 1,
-        sampler=mine,
+        sampler=DistributedSampler(loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -162,7 +156,7 @@ def _joined(parts: Sequence[tuple[Any, ...]]) -> Scores:
 
 def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
     """Join dictionaries of tensors along the first axis."""
-    parts = list(parts)
+    parts, joined = list(parts), {}
     for name in parts[0] if parts else ():
         shapes = list(dict.fromkeys(tuple(part[name].shape[1:]) for part in parts))
         if len(shapes) > 1:
@@ -170,15 +164,14 @@ def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
                 f"the batches' outputs have different shapes, (n, …) with {shapes[0]} and {shapes[1]} for '{name}', "
                 "and cannot be joined: pad all batches to one length in collate_fn (padding='max_length')"
             )
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        joined[name] = torch.cat([part[name] for part in parts])
+    return joined
 
 
 # -- of samples --------------------------------------------------------------------------------------------------------
 
 
 Tree = TypeVar("Tree")
-
-
 LARGEST_SCORES = 2**30
 """Bytes of the scores of samples that are scored together."""
 
@@ -191,14 +184,6 @@ class SampleScores:
     on_loaders: list[Scores]
     log_likelihood: float
     ood: dict[str, Terms]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(leaf.nbytes for leaf in pytree.tree_leaves((self.on_loaders, self.ood)) if isinstance(leaf, Tensor))
-
-
-Score = Callable[[list[PosteriorSample]], list[SampleScores]]
 
 
 def states_on(device: Any, samples: Sequence[PosteriorSample]) -> list[dict[str, Tensor]]:
@@ -217,12 +202,9 @@ def scores_on(
 ) -> list[Scores]:
     """Return the scores of each sample, of tensors on the module's device, on a loader's data, of all ranks."""
     share = share_of(trainer, loader, limit, dataloader_idx)
-    found = []
-    for terms, log_density, target in scorer(states, share.batches(trainer, module)):
-        log_density = share.whole(log_density)
-        terms = {name: share.whole(term) for name, term in terms.items()}
-        found.append((terms, log_density, share.whole(target) if target is not None else None))
-    return found
+    of_share = scorer(states, share.batches(trainer, module))
+    whole: list[Scores] = pytree.tree_map_only(Tensor, share.whole, of_share)
+    return whole
 
 
 def in_host_memory(tree: Tree) -> Tree:
@@ -250,12 +232,15 @@ class DrawingScores:
         """Begin a drawing; nothing is computed yet."""
         self._drawn, self._scored = list(samples), []
 
-    def of(self, sample: PosteriorSample, score: Score) -> SampleScores:
+    def of(self, sample: PosteriorSample, score: Callable[[list[PosteriorSample]], list[SampleScores]]) -> SampleScores:
         """Return the scores of a sample, the drawing's next one, or one that is in no drawing."""
         if not (self._scored and self._scored[0][0] is sample):
             if not (self._drawn and self._drawn[0] is sample):
                 self.begin([sample])
             together, self._drawn = self._drawn[: self._most], self._drawn[self._most :]
             self._scored = list(zip(together, score(together), strict=True))
-            self._most = max(1, min(MOST, LARGEST_SCORES // max(self._scored[0][1].size, 1)))
+            first = self._scored[0][1]
+            leaves = pytree.tree_leaves((first.on_loaders, first.ood))
+            size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+            self._most = max(1, min(MOST, LARGEST_SCORES // max(size, 1)))
         return self._scored.pop(0)[1]

@@ -60,7 +60,8 @@ def _quality(evaluation: Evaluation, density: Tensor, terms: Mapping[str, Tensor
         parts.append(f"NLL {metrics['nll']:.3g}{_within(low, high)}")
     if not parts:
         parts = [f"{name} {value:.3g}" for name, value in metrics.items()]
-    return f"{_upper(', '.join(parts))} on {count:,} {data}."
+    found = ", ".join(parts)
+    return f"{found[:1].upper()}{found[1:]} on {count:,} {data}."
 
 
 def _rmse(rmse: float, mean: Tensor, target: Tensor) -> str:
@@ -173,7 +174,3 @@ def _next(health: HealthReport | None, claim: Claim) -> str:
 
 def _within(low: float, high: float) -> str:
     return "" if math.isnan(low) or math.isnan(high) else f" (95 %: {low:.3g} to {high:.3g})"
-
-
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]

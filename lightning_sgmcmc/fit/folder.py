@@ -13,8 +13,8 @@ from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.chains.trainer import EVALUATIONS, run_folder
 from lightning_sgmcmc.files import flush_folder, free_name, is_regular, remove_left_over
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, next_aside, records_from
-from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.tables import Columns
 
 

@@ -170,7 +170,8 @@ class Likelihood(nn.Module):
         """
         dtype = terms["variance"].dtype
         epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0).to(dtype)
-        kind = CountPrediction if self.distribution is not None and _counts(self.distribution) else RegressionPrediction
+        counts = self.distribution is not None and is_discrete(self.distribution)
+        kind = CountPrediction if counts else RegressionPrediction
         return kind(
             mean=terms["mean"].to(dtype),
             std=(epistemic + terms["variance"]).sqrt(),
@@ -322,7 +323,3 @@ def check_finite(name: str, target: Tensor) -> None:
     """Raise if a target is infinite; NaN is a target that is not observed."""
     if target.is_floating_point() and bool(target.isinf().any()):
         raise ValueError(f"{name}: targets must be finite numbers, and a batch has infinite ones: correct the data")
-
-
-def _counts(law: type[Distribution]) -> bool:
-    return bool(getattr(getattr(law, "support", None), "is_discrete", False))

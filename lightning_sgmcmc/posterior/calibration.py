@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import is_shuffled
-from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
+from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.checks import check_choice, check_within
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
+from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import home_of
-from lightning_sgmcmc.posterior.predictive import average_scores
+from lightning_sgmcmc.posterior.predictive import average_scores, not_finite
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import (
     ClassPrediction,
@@ -39,17 +40,15 @@ from lightning_sgmcmc.tensors import widest
 
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the calibration temperature of class probabilities, 1 for a calibrated predictive, None for another kind.
-
-    It has the least NLL with a prior N(0, prior_std²) of its logarithm, without which a few data would determine it.
-    Above 1 the predictive is too sure.
+    """Return the temperature of class probabilities with the least NLL, above 1 for predictions that are too sure, with
+    a prior N(0, prior_std²) of its logarithm, which stabilises it for few data; None for another kind.
 
     Source: Guo et al. 2017, section 4.2.
     """
     prediction = likelihood.prediction(terms, None)
-    factors = decisions.factor_grid()
     if not isinstance(prediction, ClassPrediction):
         return None
+    factors = decisions.factor_grid()
     probabilities, labels = likelihood.scored(prediction, target)
     nll = [decisions.class_nll(decisions.tempered(probabilities, factor), labels) for factor in factors.tolist()]
     return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
@@ -99,25 +98,18 @@ def identify(records: Iterable[SampleRecord]) -> str:
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()
 
 
-def fit_calibration(
-    model: EnergyModel,
-    samples: Iterable[PosteriorSample],
-    log_weights: Sequence[float],
-    data: Any,
-    identity: str,
-    columns: Columns,
-) -> Calibration:
+def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequence[float], data: Any) -> Calibration:
     """Fit the number; see `Posterior.calibrate`."""
-    batches = batches_of(data, columns)
+    batches = batches_of(data, store.columns)
     _warn_of_training_data(model, batches)
-    likelihood = model.likelihood
+    likelihood, identity = model.likelihood, identify(store.records)
     if likelihood is None:
         raise TypeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    converted = [as_tensors(columns.received(batch), model.device, dtype) for batch in batches]
+    converted = [as_tensors(store.columns.received(batch), model.device, dtype) for batch in batches]
     if not converted:
         raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
-    terms, target = average_scores(model, samples, log_weights, converted)
+    terms, target = average_scores(model, store, log_weights, converted)
     prediction = likelihood.prediction(terms, None)
     check_predictions(prediction, "calibrate")
     if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
@@ -130,10 +122,8 @@ def fit_calibration(
                 f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
                 "optimum (all predictions are right, or no better than chance): use more data."
             )
-        before, after = (
-            decisions.class_nll(probabilities, labels),
-            decisions.class_nll(decisions.tempered(probabilities, value), labels),
-        )
+        before = decisions.class_nll(probabilities, labels)
+        after = decisions.class_nll(decisions.tempered(probabilities, value), labels)
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
@@ -149,8 +139,7 @@ def fit_calibration(
 
 def check_predictions(prediction: Prediction, what: str) -> None:
     """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless."""
-    finite = [part.reshape(len(part), -1).isfinite().all(1) for part in prediction.parts.values()]
-    count = int((~torch.stack(finite).all(0)).sum())
+    count = int(not_finite(prediction.parts).sum())
     if count:
         raise ValueError(
             f"{what} needs finite predictions, and {count} of {len(prediction)} are NaN or infinite: remove inputs "
@@ -198,9 +187,8 @@ def save_calibration(calibration: Calibration, store: SampleStore) -> None:
         raise ValueError(
             "save=True needs samples in a folder, and these are in memory or a selection: use Posterior.load(path)"
         )
-    write_atomically(
-        home_of(store.path, store.run_id) / FILE, (json.dumps(as_plain(calibration), indent=2) + "\n").encode()
-    )
+    content = (json.dumps(as_plain(calibration), indent=2) + "\n").encode()
+    write_atomically(home_of(store.path, store.run_id) / FILE, content)
 
 
 def saved_calibration(store: SampleStore) -> Calibration | None:
@@ -229,18 +217,6 @@ def saved_calibration(store: SampleStore) -> Calibration | None:
 
 
 Method = Literal["threshold", "adaptive"]
-
-
-class Predictor(Protocol):
-    """What conformal prediction needs of a posterior."""
-
-    def predict(self, x: Any) -> Prediction:
-        """Return the predictive of inputs."""
-        ...
-
-    def standardised(self) -> "Predictor":
-        """Return the same with predictions as the network sees the targets."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -278,7 +254,7 @@ class Conformal:
     """Makes sets or intervals of predictions; see `Posterior.conformal`.
 
     Attributes:
-        posterior: the predictive.
+        posterior: the `Posterior`.
         threshold: the calibrated nonconformity: shape () for classes, (D,) for numbers.
         level: the guaranteed coverage.
         method: of class sets.
@@ -286,7 +262,7 @@ class Conformal:
         count: number of calibration data.
     """
 
-    posterior: Predictor
+    posterior: Any
     threshold: Tensor
     level: float
     method: Method
@@ -302,7 +278,7 @@ class Conformal:
         Args:
             x: inputs, as `Posterior.predict` takes them.
         """
-        prediction = self.posterior.predict(x)
+        prediction: Prediction = self.posterior.predict(x)
         if isinstance(prediction, ClassPrediction):
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "conformal", "predict"))
             scores = _scores_of_classes(widest(prediction.probabilities), self.method, generator)
@@ -311,30 +287,27 @@ class Conformal:
         return ConformalPrediction(prediction, low=prediction.mean - width, high=prediction.mean + width)
 
 
-def fit_conformal(
-    posterior: Predictor, model: EnergyModel, data: Any, level: float, method: Method, seed: int, columns: Columns
-) -> Conformal:
+def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, method: Method, seed: int) -> Conformal:
     """Return the sets or intervals whose threshold the calibration data determine; see `Posterior.conformal`."""
     check_within("level", level, "(0, 1)")
     check_choice("method", method, ("threshold", "adaptive"))
-    batches: Iterable[Any] = batches_of(data, columns, "conformal")
+    batches: Iterable[Any] = batches_of(data, posterior.columns, "conformal")
     scores = []
     standardised = posterior.standardised()
     generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", "fit"))
-    for batch in map(columns.received, batches):
+    for batch in map(posterior.columns.received, batches):
         prediction = standardised.predict([batch])
         check_predictions(prediction, "conformal")
         target = as_tensor("the target", model.inputs_and_target(batch)[1])
-        scores.append(_scores(prediction, target, model, method, generator).cpu())
+        scores.append(_scores(prediction, target, model.likelihood, method, generator).cpu())
     if not scores:
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
     joined = torch.cat(scores)
     if joined.dim() == 1 or not bool(joined.isnan().any()):
         threshold = decisions.conformal_threshold(joined, level)
     else:  # a number that is not observed is NaN
-        threshold = torch.stack(
-            [decisions.conformal_threshold(each[~each.isnan()], level) for each in joined.unbind(1)]
-        )
+        observed = (each[~each.isnan()] for each in joined.unbind(1))
+        threshold = torch.stack([decisions.conformal_threshold(each, level) for each in observed])
     return Conformal(posterior, threshold, level, method, seed, len(joined))
 
 
@@ -346,24 +319,24 @@ def _scores_of_classes(probabilities: Tensor, method: Method, generator: torch.G
 
 
 def _scores(
-    prediction: Prediction, target: Tensor, model: EnergyModel, method: Method, generator: torch.Generator
+    prediction: Prediction, target: Tensor, likelihood: Likelihood | None, method: Method, generator: torch.Generator
 ) -> Tensor:
     if isinstance(prediction, ClassPrediction) and prediction.probabilities.dim() == 2:
         probabilities = widest(prediction.probabilities)
-        read = getattr(model.likelihood, "labels", None)
-        known = model.likelihood.observed(target) if model.likelihood is not None else None
+        known = None if likelihood is None else likelihood.observed(target)
         if known is not None:
             probabilities, target = probabilities[known.to(probabilities.device)], target[known]
-        labels = (read(target) if read is not None else target).long().to(probabilities.device)
+        read = getattr(likelihood, "labels", Tensor.long)
+        labels = read(target).long().to(probabilities.device)
         return _scores_of_classes(probabilities, method, generator).gather(1, labels[:, None])[:, 0]
     if isinstance(prediction, RegressionPrediction):
         mean, std = widest(prediction.mean), widest(prediction.std)
         target = target.to(mean)
-        entries = model.likelihood.observed_entries(target) if model.likelihood is not None else None
+        entries = None if likelihood is None else likelihood.observed_entries(target)
         target = target if entries is None else target.masked_fill(~entries, torch.nan)
         errors = (target.reshape(mean.shape) - mean).abs() / std
         return errors[~errors.isnan().all(1)]
     raise TypeError(
-        f"conformal makes sets of classes or intervals of numbers, and {type(model.likelihood).__name__} predicts a "
+        f"conformal makes sets of classes or intervals of numbers, and {type(likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"
     )

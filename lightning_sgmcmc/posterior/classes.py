@@ -1,7 +1,6 @@
-"""Which classes a store may name, and how they are found.
+"""Which classes a store may name: those of imported modules, and torch's and this library's networks.
 
-A store can come from anywhere, so its text must not choose what Python imports or calls. A name is looked up among the
-modules that the program has imported, and only torch's and this library's networks are imported by name.
+A store can come from anywhere, so its text must not choose what Python imports or calls.
 """
 
 import importlib
@@ -14,19 +13,9 @@ from torch import nn
 
 IMPORTED = ("lightning_sgmcmc", "torch.nn", "torchvision.models", "torchvision.ops")
 """Packages whose modules are imported if a store names them."""
-REFUSED = (
-    "lightning",
-    "lightning_fabric",
-    "peft",
-    "pytorch_lightning",
-    "torch",
-    "torchmetrics",
-    "torchvision",
-    "transformers",
-)
+_REFUSED = "lightning lightning_fabric peft pytorch_lightning torch torchmetrics torchvision transformers"
+REFUSED = tuple(_REFUSED.split())
 """Packages whose other modules are refused even if imported: some of their classes read files or download."""
-
-
 TRUST = "pass net=… or model=…, or trust=True if you trust whoever wrote the folder"
 
 
@@ -51,10 +40,8 @@ def find_module_class(path: Any, trust: bool = False) -> type[nn.Module]:
 
 
 def check_texts(cls: type[nn.Module], arguments: Any) -> None:
-    """Raise if a text of a store would reach a constructor that may take it for a file or a download.
-
-    A class of another installed package gets no text at all, a user's own class none with a separator.
-    """
+    """Raise if a text of a store would reach a constructor that may take it for a file or a download: a class of
+    another installed package gets no text at all, a user's own class none with a separator."""
     if _is_below(cls.__module__, IMPORTED):
         return
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
@@ -72,11 +59,8 @@ def texts_of(values: Any) -> Iterator[str]:
     """Yield all texts in plain data."""
     if isinstance(values, str):
         yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from texts_of(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
+    elif isinstance(values, Mapping | list | tuple):
+        for value in values.values() if isinstance(values, Mapping) else values:
             yield from texts_of(value)
 
 
@@ -87,19 +71,18 @@ def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:
     if len(parts) != 2 or not all(name.isidentifier() for name in names):
         raise NotDescribableError(f"{str(path)[:80]!r} is not the name of a class")
     module_name, qualified_name = parts
-    found: Any = _module(module_name, trust, packages)
-    outer: list[Any] = [found]
+    module = found = _module(module_name, trust, packages)
     for name in qualified_name.split("."):
         # Not getattr: a module's `__getattr__` may import. Only classes hold classes: a module holds other modules.
-        if name not in vars(outer[-1]) or (len(outer) > 1 and not isinstance(outer[-1], type)):
+        if name not in vars(found) or not (found is module or isinstance(found, type)):
             raise NotDescribableError(
                 f"{qualified_name} was defined in the script that sampled, and this program does not define it: import "
                 "it by `from SCRIPT import …` into this program's main module, or pass net=… or model=…"
                 if module_name == "__main__"
                 else f"cannot import {module_name}:{qualified_name}: {module_name} has no {qualified_name}"
             )
-        outer.append(vars(outer[-1])[name])
-    return outer[-1]
+        found = vars(found)[name]
+    return found
 
 
 def _module(name: str, trust: bool, packages: tuple[str, ...]) -> Any:

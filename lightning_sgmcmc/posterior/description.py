@@ -1,7 +1,6 @@
 """A network as plain data, so that a sample store can be opened later without the program that wrote it.
 
-`describe` converts a module to nested dictionaries of names and numbers, if possible; `build` rebuilds the module from
-them. Nothing is pickled: a description contains importable class names and constructor arguments.
+Nothing is pickled: a description contains importable class names and constructor arguments.
 """
 
 import functools
@@ -28,6 +27,8 @@ from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior import hugging_face
 from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.priors.state import is_prior_state
 
 MISSING = "missing"
@@ -38,14 +39,13 @@ MOST_PARTS = 200_000
 ON_PARTS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
 MOST_CHAINS = 2**20
 """Largest number of chains of a described model, each of which takes memory when it is rebuilt."""
+UNDESCRIBED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of a network without a description, and of a damaged description."""
 
 
 def describe(value: Any) -> Any:
-    """Return plain data (numbers, strings, lists, dictionaries) from which `build` makes an equal value.
-
-    A module is described by its class and its constructor arguments: the recorded ones (`recorded_arguments`), else the
-    attributes with the same names, as in torch's own layers. A model of torchvision is described by its builder.
-    """
+    """Return plain data (numbers, strings, lists, dictionaries) from which `build` makes an equal value: for a module
+    its class and its constructor arguments, the recorded ones or else the attributes of the same names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -59,10 +59,8 @@ def describe(value: Any) -> Any:
 
 
 def describe_model(model: nn.Module) -> tuple[Any, str | None]:
-    """Return a model's description, and why it needs a network from the user (None if it does not).
-
-    If only the argument `net` cannot be described, the rest is. If more cannot, the description is None.
-    """
+    """Return a model's description, without `net` if that alone cannot be described, or else None, and why it needs a
+    network from the user (None if it does not)."""
     try:
         return describe(model), None
     except NotDescribableError as error:
@@ -104,24 +102,17 @@ def description_for_store(model: EnergyModel) -> Any:
 
 
 def build(description: Any, net: nn.Module | None = None, trust: bool = False) -> Any:
-    """Rebuild the value from its description, with `net` as the model's argument net if one is given.
-
-    With `trust` any module that a description names is imported, which runs its code.
-    """
+    """Rebuild the value from its description, with `net` as the model's argument if one is given; with `trust` any
+    module that the description names is imported, which runs its code."""
     hugging_face.import_named(description, trust)  # importing them makes many tensors too
     try:
-        with _FewParts():
-            if net is None:
-                return _build(description, trust)
+        if net is not None:
             arguments = description["arguments"] if isinstance(description, dict) else {}
             if "net" not in arguments:
                 raise NotDescribableError("the model that sampled has no argument net: pass model=…")
-            rest = {name: _build(value, trust) for name, value in arguments.items() if name != "net"}
-            cls = find_module_class(description["class"], trust)
-            _check_chains(rest)
-            if not trust:
-                check_texts(cls, rest)
-            return cls(**rest, net=net)
+            description = {**description, "arguments": {**arguments, "net": net}}
+        with _FewParts():
+            return _build(description, trust)
     except NotDescribableError:
         raise
     except Exception as error:  # whatever a constructor raises for arguments that it does not know
@@ -143,39 +134,30 @@ def _build(description: Any, trust: bool) -> Any:
     if "config" in description:
         return hugging_face.build_transformer(description, trust)
     if "replaced" in description:
-        network = hugging_face.build_by(hugging_face.find_builder(description["class"]), description["arguments"])
-        for name, part in description["replaced"].items():
-            hugging_face.replace_part(network, name, _build(part, trust))
-        return network
+        return hugging_face.build_vision_model(description, lambda part: _build(part, trust))
     cls = find_module_class(description["class"], trust)
     if "children" in description:
         return cls(OrderedDict((name, _build(child, trust)) for name, child in description["children"]))
     arguments = {name: _build(argument, trust) for name, argument in description["arguments"].items()}
     _check_numbers(cls, arguments)
-    _check_chains(arguments)
-    if not trust:
-        check_texts(cls, arguments)
-    return cls(**arguments)
-
-
-def _check_chains(arguments: Mapping[str, Any]) -> None:
     count = arguments.get("num_chains")
     if isinstance(count, int) and count > MOST_CHAINS:
         raise NotDescribableError(
             f"the store has num_chains={str(count)[:20]}, more than {MOST_CHAINS:,}: pass model=…"
         )
+    if not trust:
+        check_texts(cls, arguments)
+    return cls(**arguments)
 
 
 def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
-    """Raise if an argument is no number where its default is one: many layers notice that only when they are called.
-
-    Classes other than torch's may take a list of numbers as well, such as a temperature for each chain.
-    """
+    """Raise if an argument is no number where its default is one: many layers notice that only when they are called."""
     is_torchs = cls.__module__.startswith("torch.")
     for name, value in arguments.items():
         parameter = inspect.signature(cls).parameters.get(name)
         # Integers may also be tuples, or text: a convolution's padding.
         numeric = parameter is not None and isinstance(parameter.default, bool | float)
+        # Classes other than torch's may take several, such as a temperature for each chain.
         each = value if isinstance(value, list | tuple) and not is_torchs else [value]
         if numeric and not all(isinstance(number, bool | int | float | None) for number in each):
             raise NotDescribableError(f"{cls.__name__} has {name}={str(value)[:80]!r}, which should be a number")
@@ -210,13 +192,26 @@ class _FewParts(TorchFunctionMode):
             raise NotDescribableError("the described network has too many parts to be rebuilt")
 
 
-def warn_of_other_network(description: Any, model: EnergyModel) -> None:
-    """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes."""
+def description_of(model: EnergyModel | None) -> Any:
+    """Return the description of a model with its first chain, or None if it has none."""
+    if model is None:
+        return None
     try:
         with model.at_chain(0):
-            found = first_difference(description, describe(model)) if description is not None else None
-    except (NotDescribableError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        return  # one of them is not described, or damaged
+            return describe(model)
+    except UNDESCRIBED:
+        return None
+
+
+def warn_of_other_network(description: Any, model: EnergyModel) -> None:
+    """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes."""
+    ours = description_of(model)
+    if description is None or ours is None:
+        return
+    try:
+        found = first_difference(description, ours)
+    except UNDESCRIBED:
+        return  # it is damaged
     if found is not None:
         rank_zero_warn(
             f"The model differs from the network of the samples: {found}. Its tensors have the same shapes, but its "
@@ -248,14 +243,13 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module._modules.items()],
         }
-    if hugging_face.is_adapted(module):
+    home = type(module).__module__
+    if home.startswith("peft.peft_model"):
         description: dict[str, Any] = hugging_face.describe_adapted(module, describe)
-    elif hugging_face.is_transformer(module):
+    elif home.startswith(hugging_face.PACKAGE):
         description = hugging_face.describe_transformer(module)
-    elif hugging_face.is_vision_model(module):
-        path, options, changed = hugging_face.describe_by_builder(module)
-        replaced = {name: describe(part) for name, part in changed.items()}
-        description = {"class": path, "arguments": options, "replaced": replaced}
+    elif home.startswith(hugging_face.TORCHVISION):
+        description = hugging_face.describe_vision_model(module, describe)
     else:
         description = {"class": path_of(type(module)), "arguments": _arguments_of(module)}
     _check_rebuilds(module, description)
@@ -334,3 +328,61 @@ def record_arguments(cls: type[nn.Module]) -> None:
     # Lightning's `load_from_checkpoint` reads the signature without following wrappers.
     recording_init.__signature__ = signature  # type: ignore[attr-defined]
     cls.__init__ = recording_init  # type: ignore[method-assign]
+
+
+# -- the model of a store ----------------------------------------------------------------------------------------------
+
+
+def model_of(store: DiskStore, net: nn.Module | None = None, trust: bool = False) -> tuple[EnergyModel | None, str]:
+    """Return the model that a store describes, or None and the reason."""
+    description = store.model_description
+    if description is None:
+        if net is not None:
+            raise ValueError(
+                f"net={type(net).__name__}(…) is not enough: {store.path} does not describe the likelihood; pass "
+                "model=BayesianModule(net=…, likelihood=…)"
+            )
+        return None, "the store has no description of its network"
+    try:
+        if net is None:
+            _check_outline(store, trust)
+        with torch.random.fork_rng(devices=[]):  # its initial weights are not used
+            model = _model(description, net, trust)
+    except ValueError as error:
+        if net is not None:
+            raise ValueError(f"net={type(net).__name__}(…) cannot be used: {error}{store.written_by_newer}") from error
+        return None, f"{error}{store.written_by_newer}"
+    if net is not None and len(store) > 0 and not store.skips_damaged:
+        check_fits(store[0], model)
+    return model, ""
+
+
+def _check_outline(store: DiskStore, trust: bool) -> None:
+    """Raise ValueError unless the described network, of any size if it is damaged, fits a sample; allocate nothing."""
+    with torch.device("meta"):
+        model = _model(store.model_description, None, trust)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    odd: set[str] = set()
+    for index in range(len(store)):
+        try:
+            common = {name: shape for name, shape in store.shared_shapes().items() if name in expected}
+            found = store.shapes(index) | common
+        except ValueError:
+            continue  # damaged; the next one decides
+        if found == expected:
+            return
+        odd = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+    if len(store) == 0:
+        raise NotDescribableError("the store has no sample to compare its description with")
+    raise NotDescribableError(
+        f"its description is of another network than its samples: '{min(odd)}' differs"
+        if odd
+        else "none of its samples can be read"
+    )
+
+
+def _model(description: Any, net: nn.Module | None, trust: bool) -> EnergyModel:
+    model = build(description, net, trust)
+    if not isinstance(model, EnergyModel):
+        raise NotDescribableError(f"the store describes a {type(model).__name__}, which is not a BayesianModule")
+    return model

@@ -18,8 +18,9 @@ from lightning_sgmcmc.contour.contour import ContourState
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import is_regular, make_folder, read_regular, write_atomically
 from lightning_sgmcmc.posterior import manifest
+from lightning_sgmcmc.posterior.lock import is_in_use, unusable
+from lightning_sgmcmc.posterior.manifest import BackgroundWriter, wait_for_writers, write_sample
 from lightning_sgmcmc.posterior.store import SampleStore
-from lightning_sgmcmc.posterior.writing import BackgroundWriter, is_in_use, unusable, wait_for_writers, write_sample
 from lightning_sgmcmc.tables import Columns
 
 CONTOUR = "contour.safetensors"
@@ -41,6 +42,10 @@ class DiskStore(SampleStore):
     Checksums in the manifest detect files that were damaged later. `contour.safetensors` stores the state learned by a
     contour sampler. An open store stays bound to its samples: those that a later fit moved aside are read from there.
 
+    A running fit may queue samples (`append_later`), which a thread copies from the device and writes. Whoever reads
+    the records waits until these are on the disk, so a checkpoint refers to no other samples. An error of the thread is
+    raised by the next `append_later`, and by every reader until `close`.
+
     Args:
         path: an existing store's folder (see `create`).
         skip_damaged: skip unreadable lines of the manifest (`damaged_lines`) instead of raising an error.
@@ -61,8 +66,19 @@ class DiskStore(SampleStore):
         self._places: set[tuple[int, int, int]] = set()
         self._contour: bytes | None = None
         self._shared: dict[str, Tensor] | None = None
-        self.records = []
+        self._writer: BackgroundWriter | None = None
+        self._records: list[SampleRecord] = []
         self.reload()
+
+    @property
+    def records(self) -> list[SampleRecord]:
+        """The samples' records, once all of them are on the disk."""
+        self._settle()
+        return self._records
+
+    @records.setter
+    def records(self, records: list[SampleRecord]) -> None:
+        self._records = records
 
     @property
     def model_description(self) -> Any:
@@ -143,11 +159,9 @@ class DiskStore(SampleStore):
         else:
             write_atomically(self.path / CONTOUR, self._contour)
 
-    def _settle(self) -> None:
-        """Wait until all samples are on the disk; here they always are."""
-
     def reload(self) -> None:
         """Read the manifest and the contour again."""
+        self._settle()
         wait_for_writers(self.path)
         path = self.path / manifest.MANIFEST
         if not os.path.lexists(path):
@@ -195,7 +209,7 @@ class DiskStore(SampleStore):
         try:
             self._enter(write_sample(self.path, sample, len(self.records)))
         except OSError:
-            self._forget_lost()
+            self._places = _places_of(self.records)  # so that it can be appended again
             raise
 
     def _take_place(self, sample: PosteriorSample) -> None:
@@ -207,13 +221,9 @@ class DiskStore(SampleStore):
             )
         self._places.add(_place_of(sample))
 
-    def _forget_lost(self) -> None:
-        """Let samples be appended again that could not be written."""
-        self._places = _places_of(self.records)
-
     def _enter(self, record: SampleRecord) -> None:
         """Add the record of a sample that is written."""
-        self.records.append(record)
+        self._records.append(record)  # the getter would settle again
         self._verified.add(record.file)
 
     def __getitem__(self, index: int) -> PosteriorSample:
@@ -347,39 +357,7 @@ class DiskStore(SampleStore):
         write_atomically(self.path / manifest.MANIFEST, self._content(records, self.run_id))
         self.records, self._dropped, self._places = records, [], _places_of(records)
 
-
-def _place_of(one: PosteriorSample | SampleRecord) -> tuple[int, int, int]:
-    return one.step, one.chain, one.draw
-
-
-def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int, int]]:
-    return set(map(_place_of, records))
-
-
-# -- lagging -----------------------------------------------------------------------------------------------------------
-
-
-class LaggingStore(DiskStore):
-    """The store of a running fit: samples may be queued, and a thread copies them from the device and writes them.
-
-    Whoever reads the records waits until all samples in the queue are on the disk, so a checkpoint, whose state has
-    the records, refers to no other samples. An error of the thread is raised by the next `append_later`, and by every
-    reader until `close`.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._writer: BackgroundWriter | None = None
-        super().__init__(path)
-
-    @property
-    def records(self) -> list[SampleRecord]:
-        """The samples' records, once all of them are on the disk."""
-        self._settle()
-        return self._records
-
-    @records.setter
-    def records(self, records: list[SampleRecord]) -> None:
-        self._records = records
+    # -- samples that a thread writes ---------------------------------------------------------------------------------
 
     @property
     def lags(self) -> bool:
@@ -409,22 +387,15 @@ class LaggingStore(DiskStore):
 
         self._open_writer().submit(write, 0)
 
-    def _enter(self, record: SampleRecord) -> None:
-        self._records.append(record)  # the getter would settle again
-        self._verified.add(record.file)
-
     def _open_writer(self) -> BackgroundWriter:
         if self._writer is None:
             self._writer = BackgroundWriter(self.path)
         return self._writer
 
     def _settle(self) -> None:
+        """Wait until all samples are on the disk."""
         if self._writer is not None:
             self._writer.settle()
-
-    def reload(self) -> None:
-        self._settle()
-        super().reload()
 
     def close(self) -> None:
         """Wait for the queue, and end the thread; later samples begin another one."""
@@ -434,8 +405,16 @@ class LaggingStore(DiskStore):
         try:
             writer.close()
         finally:
-            self._forget_lost()
+            self._places = _places_of(self.records)
 
     def __getstate__(self) -> dict[str, object]:
         self._settle()
         return self.__dict__ | {"_writer": None}
+
+
+def _place_of(one: PosteriorSample | SampleRecord) -> tuple[int, int, int]:
+    return one.step, one.chain, one.draw
+
+
+def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int, int]]:
+    return set(map(_place_of, records))

@@ -7,15 +7,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.batches.inputs import (
-    arguments_of_network,
-    as_tensors,
-    batches_in,
-    called,
-    inputs_of,
-    unwrapped,
-)
-from lightning_sgmcmc.checks import check_count, check_within
+from lightning_sgmcmc.batches.inputs import arguments_of_network, as_tensors, batches_in, called, inputs_of, unwrapped
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
@@ -57,10 +50,10 @@ class Student(nn.Module):
 
     def output_of(self, inputs: Any) -> Tensor:
         """Return the network's output for inputs, which are passed as a `BayesianModule` passes them."""
-        if isinstance(inputs, Tensor):
-            output: Tensor = unwrapped(self.net(inputs))
-            return output
-        output = unwrapped(called(self.net, inputs, arguments_of_network(self.net)))
+        is_one = isinstance(inputs, Tensor)
+        output: Tensor = unwrapped(
+            self.net(inputs) if is_one else called(self.net, inputs, arguments_of_network(self.net))
+        )
         return output
 
     @property
@@ -89,8 +82,6 @@ class Student(nn.Module):
             self.train(training)
         if not found:
             raise ValueError("x has no inputs to predict")
-        if len(found) == 1:
-            return found[0]
         names = found[0].parts
         return found[0].replaced(**{name: torch.cat([one.parts[name] for one in found]) for name in names})
 
@@ -189,7 +180,6 @@ class Distillation(pl.LightningModule):
         self.lr = lr
         self.epistemic_weight = epistemic_weight
         self._is_known = False
-        self._size = 0
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)
@@ -208,22 +198,23 @@ class Distillation(pl.LightningModule):
         self._teacher.model.to(self._home)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        predictive, epistemic = self._losses(batch)
+        predictive, epistemic, _ = self._losses(batch)
         self.log_dict({"distill/predictive": predictive.detach(), "distill/epistemic": epistemic.detach()})
         return predictive + epistemic
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        predictive, epistemic = self._losses(batch)
-        self.log_dict({"distill/val_predictive": predictive, "distill/val_epistemic": epistemic}, batch_size=self._size)
+        predictive, epistemic, size = self._losses(batch)
+        self.log_dict({"distill/val_predictive": predictive, "distill/val_epistemic": epistemic}, batch_size=size)
 
-    def _losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _losses(self, batch: Any) -> tuple[Tensor, Tensor, int]:
+        """Return the two parts of the loss, and the number of data."""
         inputs = inputs_of(batch, self._teacher.model.accepted_arguments)
         teacher = self._teacher.predict([inputs])
-        output, self._size = self.student.output_of(inputs), len(teacher)
+        output = self.student.output_of(inputs)
         if not self._is_known:
             self.student.classes = self._classes(teacher, output)
             self._is_known = True
-        return distillation_loss(output, teacher, self.epistemic_weight)
+        return *distillation_loss(output, teacher, self.epistemic_weight), len(teacher)
 
     @staticmethod
     def _classes(teacher: Prediction, output: Tensor) -> int | None:
@@ -244,16 +235,3 @@ class Distillation(pl.LightningModule):
                 "Student): change its last layer"
             )
         return classes
-
-
-def distil(
-    posterior: StoredSamples, net: nn.Module, loader: Any, epochs: int, lr: float, epistemic_weight: float, options: Any
-) -> Student:
-    """Return the fitted student; see `Posterior.distill`."""
-    check_count("epochs", epochs, optional=False)
-    task = Distillation(posterior, net, lr, epistemic_weight)
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(max_epochs=epochs, **(dict.fromkeys(silent, False) | options))
-    fit: dict[str, Any] = {"datamodule" if isinstance(loader, pl.LightningDataModule) else "train_dataloaders": loader}
-    trainer.fit(task, **fit)
-    return task.student.eval()

@@ -62,23 +62,7 @@ def to_inference_data(
     predictions: Mapping[str, Tensor] | None = None,
     max_elements: int = SMALL,
 ) -> Any:
-    """Return the samples as ArviZ's container: an `InferenceData` (ArviZ 0.x) or a `DataTree` (from 1.0).
-
-    Every variable has the dimensions (chain, draw, …); the coordinate `chain` is the chain's global index. If chains
-    have unequal numbers of draws, the oldest draws of longer chains are dropped, with a warning.
-
-    The groups: `posterior` holds the chosen parameters by their names in the network. `sample_stats` holds `energy`
-    (the mini-batch estimate Ũ, in nats), `lp` = -Ũ (ArviZ's name for the log density at temperature 1, up to a
-    constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions. ArviZ weights all draws
-    equally: it ignores importance weights.
-
-    Args:
-        parameters: names, or shell patterns ("net.0.*"); None exports small ones (see `max_elements`). Parameters of a
-            deep network are not identified (its units can be permuted), so they reveal less about mixing than
-            energies and predictions do.
-        predictions: each sample's predictions by name, shape (S, …) in the order of the samples
-            (`posterior.predict(x, return_samples=True).sample_probabilities`, or `.sample_means`).
-    """
+    """Return the samples as ArviZ's container; see `Posterior.to_arviz`."""
     arviz = import_arviz()
     if len(store) == 0:
         raise ValueError("the store has no posterior samples to export")
@@ -97,8 +81,9 @@ def to_inference_data(
         "cycle": [r.cycle for r in records],
         "log_weight": comparable_log_weights(records).tolist(),
     }
+    chosen = choose_parameters(store.shapes(0), parameters, max_elements)
     groups = {
-        "posterior": parameter_draws(store, grid, choose_parameters(store.shapes(0), parameters, max_elements)),
+        "posterior": parameter_draws(store, grid, chosen),
         "sample_stats": {name: grid.arrange(values) for name, values in stats.items()},
         "posterior_predictive": _predictions(predictions or {}, len(store), grid),
     }
@@ -152,16 +137,8 @@ COLUMNS = ("parameter", "shape", "mean", "sd", "R-hat", "ESS")
 
 
 class ParameterRow(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        name: of the parameter, an element of it, or a layer.
-        shape: of the parameter; the number of its elements for a layer.
-        mean: the posterior mean, averaged over the elements.
-        sd: the posterior standard deviation, its root mean square over the elements.
-        rhat: the largest split R-hat of up to `WATCHED` elements of a tensor; NaN for fewer than 4 draws of a chain.
-        ess: their smallest bulk effective number of draws, likewise.
-    """
+    """A row of the table: a parameter's shape, or a layer's number of elements; the mean and the root mean square sd of
+    the elements; the largest split R-hat and smallest bulk ESS of up to `WATCHED` of them, NaN below 4 draws."""
 
     name: str
     shape: tuple[int, ...]
@@ -199,20 +176,13 @@ class ParameterTable:
 
 
 def _cells(row: ParameterRow) -> tuple[str, ...]:
+    numbers = ((row.mean, ".4g"), (row.sd, ".4g"), (row.rhat, ".3f"), (row.ess, ".0f"))
     shape = "×".join(map(str, row.shape)) or "-"
-    ess = "-" if math.isnan(row.ess) else f"{row.ess:.0f}"
-    return (row.name, shape, _text(row.mean), _text(row.sd), "-" if math.isnan(row.rhat) else f"{row.rhat:.3f}", ess)
-
-
-def _text(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4g}"
+    return (row.name, shape, *("-" if math.isnan(value) else format(value, style) for value, style in numbers))
 
 
 def parameter_table(
-    store: SampleStore,
-    patterns: Sequence[str] | None,
-    by: Literal["parameter", "element", "layer"],
-    caption: str,
+    store: SampleStore, patterns: Sequence[str] | None, by: Literal["parameter", "element", "layer"], caption: str
 ) -> ParameterTable:
     """Return the table; see `Posterior.summary`. Samples are read one at a time."""
     check_choice("by", by, ("parameter", "element", "layer"))
@@ -224,26 +194,27 @@ def parameter_table(
     weights = normalised_weights(log_weights)
     grid = ChainGrid.of_chains([record.chain for record in store.records])
     watched = {name: _watched(math.prod(shapes[name]), by) for name in names}
-    mean, square, kept = _moments(store, names, weights, watched)
+    mean, variance, kept = _moments(store, names, weights, watched)
     energies = torch.tensor([record.energy for record in store.records], dtype=torch.float64)
     centre = float(weights @ energies)
-    spread_of = math.sqrt(float(weights @ (energies - centre).square()))
-    rows = [_row("energy", (), centre, spread_of, energies[:, None].numpy(), grid)]
-    for group, members in _groups(names, by).items():
-        sizes = sum(math.prod(shapes[name]) for name in members)
+    deviation = math.sqrt(float(weights @ (energies - centre).square()))
+    rows = [_row("energy", (), centre, deviation, energies[:, None].numpy(), grid)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0] or name if by == "layer" else name, []).append(name)
+    for group, members in groups.items():
         drawn = np.concatenate([kept[name] for name in members], 1)
         if by == "element":
-            name = members[0]
-            flat, spread = mean[name].reshape(-1), square[name].reshape(-1)
-            rows += [
-                _row(_element(name, shapes[name], i), (), float(flat[i]), float(spread[i]) ** 0.5, drawn[:, [j]], grid)
-                for j, i in enumerate(watched[name])
-            ]
+            flat, spread = mean[group].reshape(-1), variance[group].reshape(-1)
+            for place, i in enumerate(watched[group]):
+                name = _element(group, shapes[group], i)
+                rows.append(_row(name, (), float(flat[i]), float(spread[i]) ** 0.5, drawn[:, [place]], grid))
             continue
-        average = sum(float(mean[name].sum()) for name in members) / max(sizes, 1)
-        spread_of = math.sqrt(sum(float(square[name].sum()) for name in members) / max(sizes, 1))
-        shape = (sizes,) if by == "layer" else shapes[members[0]]
-        rows.append(_row(group, shape, average, spread_of, drawn, grid))
+        size = sum(math.prod(shapes[name]) for name in members)
+        average = sum(float(mean[name].sum()) for name in members) / max(size, 1)
+        deviation = math.sqrt(sum(float(variance[name].sum()) for name in members) / max(size, 1))
+        shape = (size,) if by == "layer" else shapes[members[0]]
+        rows.append(_row(group, shape, average, deviation, drawn, grid))
     unequal = bool((log_weights != log_weights[0]).any())
     note = "; mean and sd are weighted, R-hat and ESS are not" if unequal else ""
     return ParameterTable(caption + note, rows)
@@ -286,16 +257,8 @@ def _row(name: str, shape: tuple[int, ...], mean: float, sd: float, drawn: np.nd
     return ParameterRow(name, shape, mean, sd, max(rhats, default=math.nan), min(sizes, default=math.nan))
 
 
-def _groups(names: Sequence[str], by: str) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name.rpartition(".")[0] or name if by == "layer" else name, []).append(name)
-    return groups
-
-
 def _element(name: str, shape: tuple[int, ...], index: int) -> str:
-    place = np.unravel_index(index, shape) if shape else ()
-    return f"{name}[{', '.join(str(int(i)) for i in place)}]" if shape else name
+    return f"{name}[{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else name
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Models of transformers, and peft's LoRA on any network, as plain data: their classes and configurations.
+"""Models of transformers, peft's LoRA on any network, and torchvision's models, as plain data.
 
-A store can come from anywhere: only classes of `FAMILIES` are named, which build themselves from the numbers of their
-configuration alone. No text of a store reaches a loader, and nothing is downloaded.
+A store can come from anywhere, so no text of it reaches a loader, and nothing is downloaded.
 """
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -59,16 +59,6 @@ MOST_QUANTIFIERS = 4
 Build = Callable[[Any], Any]
 
 
-def is_transformer(module: nn.Module) -> bool:
-    """Return whether a network's class is one of transformers' models."""
-    return type(module).__module__.startswith(PACKAGE)
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return whether a network is a model of peft."""
-    return type(module).__module__.startswith("peft.peft_model")
-
-
 # -- models of transformers -------------------------------------------------------------------------------------------
 
 
@@ -81,12 +71,8 @@ def describe_transformer(module: Any) -> dict[str, Any]:
     if attention is not None and attention not in ATTENTION:
         raise NotDescribableError(f"its attention {attention!r} is not part of transformers")
     values = sound_values(json.loads(config.to_json_string(use_diff=False)))
-    return {
-        "class": path_of(type(module)),
-        "config": path_of(type(config)),
-        "attention": attention,
-        "arguments": {"dict": values},
-    }
+    named = {"class": path_of(type(module)), "config": path_of(type(config))}
+    return {**named, "attention": attention, "arguments": {"dict": values}}
 
 
 def check_family(description: Mapping[str, Any]) -> None:
@@ -143,7 +129,10 @@ def sound_values(values: Any) -> Any:
         if name in LABELS:
             kept[name] = value
         elif name not in LEFT_OUT and not name.endswith(("_kwargs", "model_args")) and not _is_location(value):
-            _check_layers(name, value)
+            if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+                raise NotDescribableError(
+                    f"its configuration has {name}={str(value)[:20]}, more than {MOST_LAYERS:,} layers"
+                )
             kept[name] = sound_values(value)
     for name in ("dtype", "torch_dtype"):
         if name in kept and not isinstance(vars(torch).get(str(kept[name])), torch.dtype):
@@ -156,11 +145,6 @@ def _is_location(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_location, value))
     return isinstance(value, str) and SEPARATORS.search(value) is not None
-
-
-def _check_layers(name: str, value: Any) -> None:
-    if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
-        raise NotDescribableError(f"its configuration has {name}={str(value)[:20]}, more than {MOST_LAYERS:,} layers")
 
 
 def _mappings(values: Any, left_out: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
@@ -183,15 +167,11 @@ def describe_adapted(module: Any, describe: Callable[[Any], Any]) -> dict[str, A
         raise NotDescribableError(f"its adapters are {', '.join(kinds) or 'none'}, and one LoraConfig is supported")
     ((name, config),) = module.peft_config.items()
     values = json.loads(json.dumps(config.to_dict(), default=_plain))
+    arguments = {name: values[name] for name in LORA if values.get(name) is not None}
     # The network below with its own layers instead of the adapted ones; a copy without memory for its tensors.
     memo: dict[int, Any] = {id(tensor): _without_memory(tensor) for tensor in state_of(module).values()}
-    below = copy.deepcopy(module, memo).unload()
-    return {
-        "peft": "LoraConfig",
-        "adapter": name,
-        "arguments": {"dict": {name: values[name] for name in LORA if values.get(name) is not None}},
-        "network": describe(below),
-    }
+    below = describe(copy.deepcopy(module, memo).unload())
+    return {"peft": "LoraConfig", "adapter": name, "arguments": {"dict": arguments}, "network": below}
 
 
 def build_adapted(description: Mapping[str, Any], build: Build) -> nn.Module:
@@ -221,15 +201,13 @@ def _without_memory(tensor: Tensor) -> Tensor:
 def import_named(description: Any, trust: bool = False) -> None:
     """Import the packages that a description needs, if they are installed."""
     for part in _mappings(description):
-        if "peft" not in part and not ("config" in part and "class" in part):
-            continue
         package = "peft" if "peft" in part else "transformers"
-        if package == "transformers" and not trust:
-            check_family(part)
         try:
             if package == "peft":
                 import peft  # noqa: F401
-            else:
+            elif "config" in part and "class" in part:
+                if not trust:
+                    check_family(part)
                 find(part["class"], packages=(PACKAGE[:-1],))
         except ImportError as error:
             raise NotDescribableError(
@@ -243,61 +221,53 @@ def import_named(description: Any, trust: bool = False) -> None:
 TORCHVISION = "torchvision.models."
 OPTIONS = ("aux_logits", "aux_loss", "image_size", "num_classes", "transform_input")
 """Arguments of builders that change a network, and that the network stores."""
-NO_DOWNLOAD = {"weights": None, "weights_backbone": None}
-Make = Callable[..., nn.Module]
+NO_DOWNLOAD = ("weights", "weights_backbone")
 
 
-def is_vision_model(module: nn.Module) -> bool:
-    """Return whether a network's class is one of torchvision's models."""
-    return type(module).__module__.startswith(TORCHVISION)
-
-
-def describe_by_builder(module: nn.Module) -> tuple[str, dict[str, Any], dict[str, nn.Module]]:
+def describe_vision_model(module: nn.Module, describe: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a builder's name, its arguments, and the parts of the network that differ from what it builds."""
     options = {name: vars(module)[name] for name in OPTIONS if name in vars(module)}
     best: tuple[str, dict[str, Any], dict[str, nn.Module]] | None = None
-    for builder in _builders():
-        if builder.__module__ != type(module).__module__:
-            continue
-        for arguments in ({}, options):
-            try:
-                with torch.device("meta"):
-                    twin = build_by(builder, arguments)
-            except Exception:
-                continue  # another architecture's builder, or an option that it does not take
-            changed = _changed(module, twin)
-            if "" not in changed and (best is None or len(changed) < len(best[2])):
-                best = path_of(builder), arguments, changed
-            if not changed:
-                return path_of(builder), arguments, changed
+    builders = [builder for builder in _builders() if builder.__module__ == type(module).__module__]
+    for builder, arguments in itertools.product(builders, ({}, options)):
+        try:
+            with torch.device("meta"):
+                twin = _build_by(builder, arguments)
+        except Exception:
+            continue  # another architecture's builder, or an option that it does not take
+        changed = _changed(module, twin)
+        if "" not in changed and (best is None or len(changed) < len(best[2])):
+            best = path_of(builder), arguments, changed
+        if not changed:
+            break
     if best is None:
         raise NotDescribableError(f"no builder of torchvision makes this {type(module).__name__}")
-    return best
+    path, arguments, changed = best
+    return {"class": path, "arguments": arguments, "replaced": {name: describe(part) for name, part in changed.items()}}
 
 
-def find_builder(path: Any) -> Make:
-    """Return torchvision's builder of this name."""
-    found = find(path)
-    if not any(found is builder for builder in _builders()):
-        raise NotDescribableError(f"{path} is not one of torchvision's models")
-    return found
+def build_vision_model(description: Mapping[str, Any], build: Build) -> nn.Module:
+    """Return the described network, untrained."""
+    builder = find(description["class"])
+    if not any(builder is known for known in _builders()):
+        raise NotDescribableError(f"{description['class']} is not one of torchvision's models")
+    network = _build_by(builder, description["arguments"])
+    for name, part in description["replaced"].items():
+        parent, _, last = name.rpartition(".")
+        owner = dict(network.named_modules()).get(parent)
+        if owner is None or last not in owner._modules:
+            raise NotDescribableError(f"{type(network).__name__} has no part {name[:80]!r}")
+        owner._modules[last] = build(part)
+    return network
 
 
-def build_by(builder: Make, arguments: dict[str, Any]) -> nn.Module:
+def _build_by(builder: Any, arguments: dict[str, Any]) -> nn.Module:
     """Return the builder's network with untrained weights; nothing is downloaded."""
     if not arguments.keys() <= set(OPTIONS):
         raise NotDescribableError(f"{builder.__name__} takes only {', '.join(OPTIONS)}, got {', '.join(arguments)}")
     known = builder.__kwdefaults__ or {}
-    return builder(**{name: value for name, value in NO_DOWNLOAD.items() if name in known}, **arguments)
-
-
-def replace_part(network: nn.Module, name: str, part: nn.Module) -> None:
-    """Replace the submodule of this name."""
-    parent, _, last = name.rpartition(".")
-    owner = dict(network.named_modules()).get(parent)
-    if owner is None or last not in owner._modules:
-        raise NotDescribableError(f"{type(network).__name__} has no part {name[:80]!r}")
-    owner._modules[last] = part
+    network: nn.Module = builder(**{name: None for name in NO_DOWNLOAD if name in known}, **arguments)
+    return network
 
 
 def _builders() -> Iterator[Any]:
@@ -320,11 +290,8 @@ def _changed(module: nn.Module, twin: nn.Module, name: str = "") -> dict[str, nn
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
     """Return what distinguishes a layer from others, without its children and its tensors' values."""
-    plain = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | tuple) and name != "training"
-    }
+    plain = {name: v for name, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
+    plain.pop("training")
     tensors = {
         name: None if tensor is None else (tensor.shape, tensor.dtype)
         for name, tensor in (*module._parameters.items(), *module._buffers.items())

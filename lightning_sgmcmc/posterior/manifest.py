@@ -1,4 +1,4 @@
-"""The files of a store on disk: the manifest's lines, the samples' files, and those set aside."""
+"""The files of a store on disk: the manifest's lines, the samples' files, how both are written, and those set aside."""
 
 import errno
 import json
@@ -6,12 +6,15 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
@@ -22,7 +25,9 @@ from lightning_sgmcmc.files import (
     check_regular,
     flush,
     flush_folder,
+    free_space,
     is_regular,
+    megabytes,
     parse_json,
     read_regular,
     write_atomically,
@@ -45,12 +50,8 @@ LARGEST_COUNT = 2**62
 
 @dataclass
 class Manifest:
-    """What a manifest says: of the network, the library and the run that wrote it, the columns, and the samples.
-
-    Attributes:
-        damaged_lines: numbers of the lines that are no records, from 1.
-        shared: the checksum of the file with what all samples share, None without one.
-    """
+    """What a manifest says: of the network, the library and the run that wrote it, the columns, the samples, the lines
+    that are no records, from 1, and the checksum of the file with what all samples share, if there is one."""
 
     model: Any = None
     library: str = ""
@@ -67,11 +68,7 @@ def sample_name(step: int, chain: int, draw: int = 0) -> str:
 
 
 def write_manifest(
-    model: Any,
-    run: str,
-    records: Iterable[SampleRecord],
-    columns: Columns | None = None,
-    shared: str | None = None,
+    model: Any, run: str, records: Iterable[SampleRecord], columns: Columns | None = None, shared: str | None = None
 ) -> bytes:
     """Return the content of a manifest."""
     number = 1 if shared is None else VERSION
@@ -114,28 +111,20 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     seen: set[tuple[int, int, int]] = set()
     for index, line in enumerate(lines, start=2):
         try:
-            manifest.records.append(_once(record_from(parse_json(line)), seen))
+            manifest.records.append(_record_from(parse_json(line), seen))
         except ValueError:
             manifest.damaged_lines.append(index)
     return manifest
 
 
 def records_from(entries: Iterable[Any]) -> list[SampleRecord]:
-    """Return the records with these fields; see `record_from`."""
+    """Return the records with these fields."""
     seen: set[tuple[int, int, int]] = set()
-    return [_once(record_from(entry), seen) for entry in entries]
+    return [_record_from(entry, seen) for entry in entries]
 
 
-def _once(record: SampleRecord, seen: set[tuple[int, int, int]]) -> SampleRecord:
-    place = record.step, record.chain, record.draw
-    if place in seen:
-        raise ValueError("a sample is recorded twice: step {}, chain {}, draw {}".format(*place))
-    seen.add(place)
-    return record
-
-
-def record_from(entry: Any) -> SampleRecord:
-    """Return the record with these fields."""
+def _record_from(entry: Any, seen: set[tuple[int, int, int]]) -> SampleRecord:
+    """Return the record with these fields, and note its step, chain and draw, which no other record may have."""
     found: SampleRecord = from_plain(SampleRecord, entry, "a sample's record")
     check_known(SampleRecord, entry, "a sample's record")
     counts = (found.step, found.cycle, found.chain, found.draw, found.bin or 0)
@@ -147,6 +136,10 @@ def record_from(entry: Any) -> SampleRecord:
         raise ValueError(f"{found.file[:80]!r} is not the name of a sample's file")
     if not found.checksum:
         raise ValueError(f"the record of {found.file} has no checksum")
+    place = found.step, found.chain, found.draw
+    if place in seen:
+        raise ValueError("a sample is recorded twice: step {}, chain {}, draw {}".format(*place))
+    seen.add(place)
     return replace(found, energy=float(found.energy), log_weight=float(found.log_weight))
 
 
@@ -158,24 +151,22 @@ def is_newer(library: str) -> bool:
 
 # -- sample file -------------------------------------------------------------------------------------------------------
 
-
 LARGE_SAMPLE = 2**28
 """Files above this size, in bytes, are checked before they are read."""
+IN_METADATA = ("step", "cycle", "chain", "energy", "log_weight", "bin")
 
 
 def sample_content(sample: PosteriorSample) -> bytes:
     """Return the content of a sample's file: tensors, and the rest of the sample as metadata."""
-    parts = {"parameter": sample.parameters, "buffer": sample.buffers, "scale": sample.scales}
     tensors: dict[str, Tensor] = {}
     places: set[int] = set()
-    for part, named in parts.items():
+    for part, named in (("parameter", sample.parameters), ("buffer", sample.buffers), ("scale", sample.scales)):
         for name, tensor in named.items():
             own = tensor.detach().cpu().contiguous()
             # safetensors refuses two names of one tensor.
             tensors[f"{part}.{name}"] = own.clone() if own.data_ptr() in places else own
             places.add(own.data_ptr())
-    record = asdict(record_of(sample))
-    metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable", "draw")}
+    metadata = {name: str(getattr(sample, name)) for name in IN_METADATA}
     metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
     return save(tensors, metadata)
 
@@ -208,10 +199,8 @@ def read_sample_file(path: Path) -> bytes:
 
 
 class OpenFiles:
-    """Sample files that are held open, so that they can be read after another process has deleted them.
-
-    A copy in this process shares them; one in another process has none.
-    """
+    """Sample files that are held open, so that they can be read after another process has deleted them; a copy in this
+    process shares them, and one in another process has none."""
 
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
@@ -226,15 +215,13 @@ class OpenFiles:
         descriptor = self._descriptors.get(name)
         if descriptor is None:
             return None
-        parts: list[bytes] = []
-        position, size = 0, os.fstat(descriptor).st_size
-        while position < size:
-            part = os.pread(descriptor, size - position, position)  # at most 2 GB at a time
+        content, size = bytearray(), os.fstat(descriptor).st_size
+        while len(content) < size:
+            part = os.pread(descriptor, size - len(content), len(content))  # at most 2 GB at a time
             if not part:
                 raise OSError(errno.EIO, "it has become shorter")
-            parts.append(part)
-            position += len(part)
-        return b"".join(parts)
+            content += part
+        return bytes(content)
 
     def close(self) -> None:
         """Close all files."""
@@ -267,21 +254,135 @@ def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names or sorted(tensors) if name in tensors}
 
 
-def end_of_last_line(file: Any, block: int = 4096) -> int:
-    """Return the position after the last newline, reading from the end."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - block)
-        file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        position = start
-    return 0
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+LARGEST_WAITING = 2**30
+"""Bytes that may wait for the thread; then the run waits until there is room."""
+
+Job = Callable[[], Callable[[], None]]
+"""Writes something; returns what to do in the run's thread once it is written."""
+
+
+def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleRecord:
+    """Write a sample's file and its line in the manifest, both flushed to the disk; return its record."""
+    name = sample_name(sample.step, sample.chain, sample.draw)
+    content = sample_content(sample)
+    record = record_of(sample, name, checksum(content))
+    try:
+        write_atomically(folder / name, content)
+        add_line(folder / MANIFEST, line_of(record))
+    except OSError as error:
+        what = f"the {earlier} earlier samples are complete: free space, and resume from the last checkpoint"
+        if not (folder / MANIFEST).exists():
+            what = f"the folder was deleted, with the {earlier} earlier samples: start a new run"
+        raise OSError(
+            error.errno,
+            f"the sample of step {sample.step} could not be written to {folder / name} "
+            f"({megabytes(len(content))}): {error.strerror}{free_space(folder)}; {what}",
+        ) from error
+    return record
+
+
+def add_line(path: Path, line: str, block: int = 4096) -> None:
+    """Add a line to a manifest, over a truncated last one."""
+    check_regular(path)
+    with open(path, "r+b") as manifest:
+        end = manifest.seek(0, os.SEEK_END)
+        while end > 0:  # read from the end, for the position after the last newline
+            start = manifest.seek(max(0, end - block))
+            found = manifest.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        manifest.seek(end)
+        manifest.truncate()
+        manifest.write((line + "\n").encode())
+        try:
+            flush(manifest)
+        except OSError:
+            manifest.truncate(end)
+            raise
+
+
+class BackgroundWriter:
+    """Does the writing for a folder in a thread, one job after another; after a failure it does no further job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")  # whose jobs are done before Python exits
+        self._waiting: deque[tuple[Future[Callable[[], None] | None], int]] = deque()
+        self._finished: list[Callable[[], None]] = []
+        self._error: Exception | None = None
+        _WRITERS.add(self)
+
+    def __len__(self) -> int:
+        """Return the number of jobs that `settle` has not finished."""
+        return len(self._waiting) + len(self._finished)
+
+    def submit(self, job: Job, size: int) -> None:
+        """Queue a job that holds `size` bytes; wait while more than `LARGEST_WAITING` bytes are waiting."""
+        while self._waiting:
+            if not self._waiting[0][0].done() and size + sum(own for _, own in self._waiting) <= LARGEST_WAITING:
+                break
+            self._take()
+        self._raise()
+        self._waiting.append((self._thread.submit(self._do, job), size))
+
+    def _do(self, job: Job) -> Callable[[], None] | None:
+        if self._error is not None:
+            return None
+        try:
+            return job()
+        except Exception as error:
+            self._error = error
+            return None
+
+    def _take(self) -> None:
+        finish = self._waiting[0][0].result()
+        self._waiting.popleft()
+        if finish is not None:
+            self._finished.append(finish)
+
+    def wait(self) -> None:
+        """Return when no job is waiting or being done."""
+        for future, _ in list(self._waiting):
+            future.result()
+
+    def settle(self) -> None:
+        """Wait for all jobs, and finish those that succeeded in the calling thread."""
+        while self._waiting:
+            self._take()
+        finished, self._finished = self._finished, []
+        for finish in finished:
+            finish()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Wait for all jobs, and end the thread."""
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()
+            _WRITERS.discard(self)
+
+
+_WRITERS: WeakSet[BackgroundWriter] = WeakSet()
+"""The writers of this process."""
+
+
+def wait_for_writers(folder: Path) -> None:
+    """Return when everything that this process has drawn for a folder is written, or has failed."""
+    for writer in list(_WRITERS):
+        if writer.folder == folder.absolute():
+            writer.wait()
 
 
 # -- aside -------------------------------------------------------------------------------------------------------------
-
 
 IDENTITY = ("step", "chain", "energy")
 """What a sample's file says of it and stays; its weight may be another one in the manifest (`set_log_weights`)."""
@@ -289,11 +390,8 @@ IDENTITY = ("step", "chain", "energy")
 
 def aside_folders(path: Path) -> list[Path]:
     """Return the folders that later fits have moved aside from a store's, in the order of their numbers."""
-    numbers = [
-        folder.name.removeprefix(f"{path.name}-")
-        for folder in path.parent.glob(f"{path.name}-*")
-        if not folder.is_symlink()
-    ]
+    found = [folder for folder in path.parent.glob(f"{path.name}-*") if not folder.is_symlink()]
+    numbers = [folder.name.removeprefix(f"{path.name}-") for folder in found]
     return [path.with_name(f"{path.name}-{number}") for number in sorted(int(n) for n in numbers if n.isdecimal())]
 
 
@@ -339,8 +437,8 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
 
 
 def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
-    """Create a folder with files of another one, without copying their content where possible; missing ones are left
-    out. All of it is on the disk before this returns, so that the caller may delete the originals."""
+    """Create a folder with those files of another one that exist, as links where possible, all on the disk before this
+    returns, so that the caller may delete the originals."""
     aside.mkdir()
     flush_folder(aside.parent)
     for file in files:
@@ -356,7 +454,6 @@ def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
 
 
 # -- shared file -------------------------------------------------------------------------------------------------------
-
 
 SHARED = "shared.safetensors"
 

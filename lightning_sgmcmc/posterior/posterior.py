@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.model import EnergyModel
@@ -16,15 +18,14 @@ from lightning_sgmcmc.posterior.calibration import (
     Conformal,
     fit_calibration,
     fit_conformal,
-    identify,
     save_calibration,
     saved_calibration,
 )
-from lightning_sgmcmc.posterior.description import warn_of_other_network
+from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.distillation import Student, distil
+from lightning_sgmcmc.posterior.distillation import Distillation, Student
 from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
-from lightning_sgmcmc.posterior.networks import Ensemble, model_of, plain_networks
+from lightning_sgmcmc.posterior.networks import Ensemble, plain_networks
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
     check_fits,
@@ -235,9 +236,8 @@ class Posterior(StoredSamples):
 
         Source: Guo et al. 2017; Rahaman & Thiery 2021, section 4 (scaling the average of an ensemble).
         """
-        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
-        given = self._ready_model(), self, self.log_weights.tolist(), data, identify(self.records)
-        chosen.calibration = fit_calibration(*given, self.columns)
+        chosen = self._selected(range(len(self)))
+        chosen.calibration = fit_calibration(self._ready_model(), self.store, self.log_weights.tolist(), data)
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen
@@ -266,7 +266,7 @@ class Posterior(StoredSamples):
 
         Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
         """
-        return fit_conformal(self, self._ready_model(), data, level, method, seed, self.columns)
+        return fit_conformal(self, self._ready_model(), data, level, method, seed)
 
     def distill(
         self,
@@ -300,7 +300,15 @@ class Posterior(StoredSamples):
         Source: Korattikara et al. 2015; Malinin et al. 2020; Vadera et al. 2020.
         """
         self._ready_model()
-        return distil(self, student, loader, epochs, lr, epistemic_weight, trainer)
+        check_count("epochs", epochs, optional=False)
+        task = Distillation(self, student, lr, epistemic_weight)
+        silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        fit = pl.Trainer(max_epochs=epochs, **(dict.fromkeys(silent, False) | trainer)).fit
+        if isinstance(loader, pl.LightningDataModule):
+            fit(task, datamodule=loader)
+        else:
+            fit(task, loader)
+        return task.student.eval()
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate BatchNorm's running statistics for every sample, each by one pass over training data.

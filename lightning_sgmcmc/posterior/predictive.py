@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -59,35 +60,28 @@ class KeptPredictions:
 
     def __init__(self, most: float) -> None:
         self._most = self._room = most
-        self._rows: list[list[Mapping[str, Tensor]]] = []
+        self._rows: defaultdict[int, list[Mapping[str, Tensor]]] = defaultdict(list)
         """By batch, and in it by sample."""
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether there were too many."""
-        return self._room < 0
 
     def add(self, batch: int, found: Mapping[str, Tensor]) -> None:
         """Keep the next sample's tensors of a batch, first axis n."""
-        if self.is_dropped:
-            return
         self._room -= sum(tensor.nbytes for tensor in found.values())
-        if self.is_dropped:
+        if self._room < 0:
             self._rows.clear()
-            return
-        while len(self._rows) <= batch:
-            self._rows.append([])
-        self._rows[batch].append(found)
+        else:
+            self._rows[batch].append(found)
 
     def stacked(self) -> dict[str, Tensor]:
         """Return the tensors by name, shape (S, n, …); {} if they were dropped or there are none."""
-        if not self._rows:
-            return {}
-        names = self._rows[0][0]
-        return {name: torch.cat([torch.stack([of[name] for of in row]) for row in self._rows], 1) for name in names}
+        rows = list(self._rows.values())
+        names = rows[0][0] if rows else ()
+        return {name: torch.cat([torch.stack([of[name] for of in row]) for row in rows], 1) for name in names}
 
-    def why_not(self) -> str:
-        """Return why there are none, for a message."""
+    @property
+    def why_dropped(self) -> str:
+        """Why there are none, for a message; "" if they were not dropped."""
+        if self._room >= 0:
+            return ""
         size = f"{self._most / 2**20:.0f} MB"
         return f"all of them take more than {size}: pass return_samples=True to predict, or fewer inputs"
 
@@ -104,16 +98,16 @@ def with_distributions(
     prediction: Prediction, likelihood: Likelihood | None, kept: KeptPredictions, weights: Tensor
 ) -> Prediction:
     """Return a prediction that knows the samples' distributions, or why it does not; weights (S,) sum to 1."""
-    if kept.is_dropped:
-        return prediction.with_kept(None, kept.why_not())
+    if kept.why_dropped:
+        return prediction.with_kept(None, kept.why_dropped)
     tensors: dict[str, Any] = kept.stacked()
-    law = likelihood.distribution if likelihood is not None else None
+    name, law, term = "the module's own predictive_terms", None, "probabilities"
+    if likelihood is not None:
+        name, law, term = type(likelihood).__name__, likelihood.distribution, likelihood.per_sample_term
     if law is not None and isinstance(prediction, RegressionPrediction):
         return prediction.with_kept(Mixture(law, tensors, weights))
-    probabilities = tensors.get(likelihood.per_sample_term if likelihood is not None else "probabilities")
-    if probabilities is not None and "probabilities" in prediction.parts:
-        return prediction.with_kept(Members(probabilities, weights))
-    name = "the module's own predictive_terms" if likelihood is None else type(likelihood).__name__
+    if term in tensors and "probabilities" in prediction.parts:
+        return prediction.with_kept(Members(tensors[term], weights))
     return prediction.with_kept(None, f"{name} has no `distribution` with components(output)")
 
 
@@ -181,10 +175,7 @@ KEPT = 256 * 2**20
 def average_predictions(
     samples: "ReadySamples", log_weights: Sequence[float], inputs: Any, return_samples: bool
 ) -> Prediction:
-    """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`.
-
-    The samples are read several times if the inputs are many.
-    """
+    """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`."""
     model, likelihood = samples.model, _likelihood_of(samples.model)
     batches = batches_in(inputs, model.accepted_arguments)
     if is_shuffled(batches):
@@ -213,7 +204,12 @@ def average_predictions(
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
-    warn_of_overflow(terms)
+    bad = not_finite(terms)
+    if bool(bad.any()):
+        rank_zero_warn(
+            f"{int(bad.sum())} of {len(bad)} predictions are NaN or infinite, because the network's output overflows "
+            "or its inputs are not finite: scale the inputs as in training, or predict in float64."
+        )
     describe = prediction_of if likelihood is None else likelihood.prediction
     prediction = describe(terms, requested.stacked().get("each"))
     return with_distributions(prediction, likelihood, kept, torch.tensor(log_weights, dtype=torch.float64).softmax(0))
@@ -240,18 +236,14 @@ def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 class ReadySamples:
-    """The states of a store's samples on a model's device, ready to predict; kept between predictions if they fit.
-
-    Kept states take at most `KEPT` bytes in host memory, or a quarter of a CUDA device's free memory; others are read
-    from the store for every prediction, and for every `CHUNK` of its inputs.
-    """
+    """The states of a store's samples on a model's device, kept between predictions if they take at most `KEPT` bytes
+    in host memory, or a quarter of a CUDA device's free memory; others are read again for every `CHUNK` of inputs."""
 
     def __init__(self, store: SampleStore, model: EnergyModel) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.store = store
         self.columns = store.columns.inputs
-        """What the columns of the inputs are, if it is known."""
         self.records = list(store.records)
         self._groups: list[States] | None = None
         self.call = TogetherCall(model, _predicted)
@@ -273,7 +265,8 @@ class ReadySamples:
             return
         kept: list[States] = []
         room = KEPT if self.device.type != "cuda" else torch.cuda.mem_get_info(self.device)[0] / 4
-        for states in grouped(self._states(), lambda state: state, MOST if runs_at_once(self.device) else 1):
+        at_once = runs_at_once(self.device)
+        for states in grouped(self._states(), lambda state: state, MOST if at_once else 1):
             group = States(states)
             yield group
             room -= group.size
@@ -281,7 +274,7 @@ class ReadySamples:
             if room < 0:
                 kept.clear()
         if room >= 0:
-            together = not runs_at_once(self.device) and len({group.dtype for group in kept}) == 1
+            together = not at_once and len({group.dtype for group in kept}) == 1
             self._groups = [States([state for group in kept for state in group.each])] if together else kept
 
     def _states(self) -> Iterator[dict[str, Tensor]]:
@@ -334,24 +327,13 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     return store
 
 
-def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
-    """Warn about predictions that are NaN or infinite; `terms` have the first axis n."""
-    if bool(torch.stack([term.isfinite().all() for term in terms.values()]).all()):
-        return
-    bad = torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()])
-    count = int(bad.any(0).sum())
-    if count:
-        rank_zero_warn(
-            f"{count} of {bad.shape[1]} predictions are NaN or infinite, because the network's output overflows or its "
-            "inputs are not finite: scale the inputs as in training, or predict in float64."
-        )
+def not_finite(terms: Mapping[str, Tensor]) -> Tensor:
+    """Return whether each datum has a number that is NaN or infinite, shape (n,), in tensors with the first axis n."""
+    return torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()]).any(0)
 
 
 def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield lists of batches, read in one pass, since every sample must see the same inputs.
-
-    A list holds about `CHUNK` bytes, or one batch; the samples are read once for each list.
-    """
+    """Yield lists of about `CHUNK` bytes of batches, read in one pass, since every sample must see the same inputs."""
     chunk: list[Any] = []
     size = 0
     for batch in batches:
@@ -366,10 +348,7 @@ def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
-    """Yield the inputs of batches, which may have targets.
-
-    A batch of a form that the model takes apart itself goes through its `inputs_and_target`.
-    """
+    """Yield the inputs of batches, which may have targets, and which the model may take apart itself."""
     arguments, own, warned = model.accepted_arguments, overrides(model, "inputs_and_target"), False
     for batch in batches:
         if own and isinstance(batch, list | tuple | Mapping):

@@ -19,11 +19,8 @@ Segment = tuple[str, str, dict[str, list[float]]]
 
 
 class SegmentWalk:
-    """Evaluates points on the segments between chosen pairs of samples, each segment once.
-
-    Parameters and floating-point buffers, such as BatchNorm's running statistics, are interpolated. Samples are read
-    two at a time; the data are the first batches of this process's share.
-    """
+    """Evaluates points on the segments between chosen pairs of samples, each segment once, on the first batches of this
+    process's share of the data; parameters and floating-point buffers are interpolated."""
 
     def __init__(self, pairs: int, points: int, batches: int) -> None:
         self.pairs = pairs
@@ -48,8 +45,7 @@ class SegmentWalk:
                     if not data:
                         return []
                     self._known[key] = self._walk_one(trainer, module, posterior, (first, second), data)
-                name = " to ".join(f"step {step}" for step, _ in ends)
-                segments.append((kind, name, self._known[key]))
+                segments.append((kind, f"step {ends[0][0]} to step {ends[1][0]}", self._known[key]))
         return segments
 
     def _data(self, trainer: pl.Trainer, module: EnergyModel, stage: str) -> list[Any]:
@@ -69,31 +65,21 @@ class SegmentWalk:
             state: dict[str, Tensor] = interpolate(first, second, position)
             with trainer.strategy.precision_plugin.val_step_context():
                 terms, log_density, target = of_observed(module, evaluate(module, state, data))
-            for name, value in _shown(metrics_of(module, terms, log_density, target, scaling)).items():
-                values.setdefault(name, []).append(value)
+            metrics = metrics_of(module, terms, log_density, target, scaling)
+            if "accuracy" in metrics:
+                values.setdefault("error", []).append(1 - metrics["accuracy"])
+            elif "rmse" in metrics:
+                values.setdefault("RMSE", []).append(metrics["rmse"])
+            if "nll" in metrics:
+                values.setdefault("NLL (nats per datum)", []).append(metrics["nll"])
         return values
-
-
-def _shown(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the error and the negative log likelihood, under the names used in figures."""
-    shown = {}
-    if "accuracy" in metrics:
-        shown["error"] = 1 - metrics["accuracy"]
-    elif "rmse" in metrics:
-        shown["RMSE"] = metrics["rmse"]
-    if "nll" in metrics:
-        shown["NLL (nats per datum)"] = metrics["nll"]
-    return shown
 
 
 # -- units -------------------------------------------------------------------------------------------------------------
 
 
 def scaling_of_run(trainer: pl.Trainer, module: EnergyModel) -> TargetScaling:
-    """Return the scaling of a run's targets: in a fit its datamodule's, afterwards that of the stored samples.
-
-    A store that does not know it leaves it to the datamodule.
-    """
+    """Return the scaling of a run's targets: in a fit its datamodule's, afterwards that of the samples, if known."""
     store = getattr(getattr(module, "posterior", None), "store", None)
     known = None if store is None or trainer.state.fn == "fit" else store.scaling
     return known or TargetScaling.of_datamodule(getattr(trainer, "datamodule", None)) or TargetScaling()

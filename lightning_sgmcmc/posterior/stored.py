@@ -15,8 +15,7 @@ from lightning_sgmcmc.diagnostics.draws import normalised_weights, resample, wei
 from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.calibration import Calibration
-from lightning_sgmcmc.posterior.classes import NotDescribableError
-from lightning_sgmcmc.posterior.description import describe, first_difference
+from lightning_sgmcmc.posterior.description import description_of, first_difference
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import SHOWN, SMALL, ParameterTable, parameter_table, summary, to_inference_data
 from lightning_sgmcmc.posterior.predictive import ReadySamples
@@ -71,7 +70,7 @@ def _check_alike(
             f"posterior {number} is of another network than the first: '{odd[0]}' has shape {ours.get(odd[0], 'none')} "
             f"in it and {theirs.get(odd[0], 'none')} in the first; merge samples of one network"
         )
-    found = first_difference(_described(first_model), _described(model), "its model", there="first")
+    found = first_difference(description_of(first_model), description_of(model), "its model", there="first")
     if found is not None and model is not None and first_model is not None:
         raise ValueError(
             f"posterior {number} is of another network than the first: {found}; merge samples of one network and "
@@ -88,9 +87,8 @@ def _check_alike(
             f"posterior {number} has another '{changed[0]}' than the first, which is not sampled and belongs to all "
             "samples: merge runs that sample the same part of one trained network"
         )
-    other = first.columns.difference(
-        replace(store.columns, targets=first.columns.targets)
-    )  # those have a message below
+    in_same_units = replace(store.columns, targets=first.columns.targets)  # these have a message below
+    other = first.columns.difference(in_same_units)
     if other is not None:
         raise ValueError(
             f"posterior {number} was fitted to other data than the first ({other}): merge runs on the same data"
@@ -100,17 +98,6 @@ def _check_alike(
             f"posterior {number} was fitted to targets of another scaling than the first ({store.scaling} and "
             f"{first.scaling}), so its predictions are in other units: merge runs on the same data"
         )
-
-
-def _described(model: EnergyModel | None) -> Any:
-    """Return a model's description, or None if it has none."""
-    if model is None:
-        return None
-    try:
-        with model.at_chain(0):
-            return describe(model)
-    except (NotDescribableError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        return None
 
 
 # -- stored ------------------------------------------------------------------------------------------------------------
@@ -153,8 +140,7 @@ class StoredSamples:
         """Return a sample, or the posterior of a slice of them; nothing is copied."""
         if not isinstance(index, slice):
             return self.store[index]
-        chosen = range(*index.indices(len(self)))
-        return self._selected(chosen, [self.records[i].log_weight for i in chosen])
+        return self._selected(range(*index.indices(len(self))))
 
     def __repr__(self) -> str:
         calibrated = f", calibrated: {self.calibration}" if self.calibration is not None else ""
@@ -262,8 +248,7 @@ class StoredSamples:
         Raises:
             ValueError: unless exactly one of both is given, or count is larger than the number of samples.
         """
-        chosen = thinned([record.chain for record in self.records], every, count)
-        return self._selected(chosen, [self.records[i].log_weight for i in chosen])
+        return self._selected(thinned([record.chain for record in self.records], every, count))
 
     def merge(self: Samples, *others: Samples, masses: Sequence[float] | None = None) -> Samples:
         """Return the samples of this and other posteriors of the same network together; nothing is copied.
@@ -287,9 +272,7 @@ class StoredSamples:
         return chosen
 
     def summary(
-        self,
-        parameters: Sequence[str] | None = None,
-        by: Literal["parameter", "element", "layer"] = "parameter",
+        self, parameters: Sequence[str] | None = None, by: Literal["parameter", "element", "layer"] = "parameter"
     ) -> ParameterTable:
         """Return a table of the posterior: mean, standard deviation, split R-hat and effective number of draws.
 
@@ -332,13 +315,18 @@ class StoredSamples:
         return self.columns.inputs.inputs(x)
 
     def _selected(
-        self: Samples, indices: Sequence[int], log_weights: Sequence[float], comparable: bool | None = None
+        self: Samples,
+        indices: Sequence[int],
+        log_weights: Sequence[float] | None = None,
+        comparable: bool | None = None,
     ) -> Samples:
-        records = []
-        for index, log_weight in zip(indices, log_weights, strict=True):
-            record = self.records[index]
-            known = record.comparable if comparable is None else comparable
-            records.append(replace(record, log_weight=log_weight, comparable=known))
+        """Return the posterior of some samples, with their own weights unless others are given."""
+        records = [self.records[index] for index in indices]
+        if log_weights is not None:
+            pairs = zip(records, log_weights, strict=True)
+            records = [replace(record, log_weight=log_weight) for record, log_weight in pairs]
+        if comparable is not None:
+            records = [replace(record, comparable=comparable) for record in records]
         chosen = type(self)(StoreView([(self.store, index) for index in indices], records, self.store), self.model)
         chosen._why_no_model = self._why_no_model
         return chosen
@@ -365,7 +353,7 @@ class StoredSamples:
 
     def standardised(self: Samples) -> Samples:
         """Return this posterior with predictions in the units of the standardised targets; nothing is copied."""
-        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
+        chosen = self._selected(range(len(self)))
         chosen.store.columns = replace(self.store.columns, targets=None)
         chosen.calibration = self.calibration
         return chosen
@@ -376,7 +364,22 @@ class StoredSamples:
         predictions: Mapping[str, Tensor] | None = None,
         max_elements: int = SMALL,
     ) -> Any:
-        """Return the samples as ArviZ's container; see `lightning_sgmcmc.posterior.export.to_inference_data`.
+        """Return the samples as ArviZ's container: an `InferenceData` (ArviZ 0.x) or a `DataTree` (from 1.0).
+
+        Every variable has the dimensions (chain, draw, …); the coordinate `chain` is the chain's global index. If
+        chains have unequal numbers of draws, the oldest draws of longer chains are dropped, with a warning. ArviZ
+        weights all draws equally: it ignores importance weights.
+
+        The groups: `posterior` holds the chosen parameters by their names in the network. `sample_stats` holds `energy`
+        (the mini-batch estimate Ũ, in nats), `lp` = -Ũ (ArviZ's name for the log density at temperature 1, up to a
+        constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions.
+
+        Args:
+            parameters: names, or shell patterns ("net.0.*"). None exports those of at most `max_elements` numbers.
+                Parameters of a deep network are not identified (its units can be permuted), so they reveal less about
+                mixing than energies and predictions do.
+            predictions: each sample's predictions by name, shape (S, …) in the order of the samples.
+            max_elements: see `parameters`.
 
         Example::
 

@@ -112,8 +112,8 @@ class NormalMixture(distributions.Distribution):
             return torch.normal(loc, scale)
 
 
-def is_discrete(law: distributions.Distribution) -> bool:
-    """Return whether a distribution is one of integers."""
+def is_discrete(law: distributions.Distribution | type[distributions.Distribution]) -> bool:
+    """Return whether a distribution, or a class of them, is one of integers."""
     return bool(getattr(law.support, "is_discrete", False))
 
 
@@ -124,9 +124,7 @@ def has_cdf(law: type[distributions.Distribution]) -> bool:
 
 __all__ = ["NegativeBinomial", "Normal", "NormalMixture", "Poisson", "StudentT", "has_cdf", "is_discrete"]
 
-
 # -- special -----------------------------------------------------------------------------------------------------------
-
 
 TERMS = 120
 """Terms of the continued fraction; it needs O(√max(a, b)) of them."""
@@ -135,13 +133,8 @@ LEAST = 1e-300
 
 
 def betainc(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
-    """Return I_x(a, b) = ∫_0^x t^(a-1)·(1-t)^(b-1) dt / B(a, b), elementwise.
-
-    Its relative error is 1e-12 up to a, b = 1,000, and 1e-6 up to 100,000.
-
-    Args:
-        a, b: positive.
-        x: in [0, 1].
+    """Return I_x(a, b) = ∫_0^x t^(a-1)·(1-t)^(b-1) dt / B(a, b), elementwise, for a, b > 0 and x in [0, 1], with a
+    relative error of 1e-12 up to a, b = 1,000, and 1e-6 up to 100,000.
 
     Source: DLMF 8.17.22, the continued fraction, by the modified Lentz method.
 
@@ -151,18 +144,12 @@ def betainc(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     a, b, x = torch.broadcast_tensors(a, b, x)
     dtype = x.dtype
     a, b, x = widest(a), widest(b), widest(x)
-    found = _by_scipy(a, b, x)
-    return (continued(a, b, x) if found is None else found).to(dtype)
-
-
-def _by_scipy(a: Tensor, b: Tensor, x: Tensor) -> Tensor | None:
-    """Return scipy's values, which take a fifth of the time; None for tensors without an array."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return None
-    try:
-        return torch.as_tensor(special.betainc(*(t.detach().numpy() for t in (a, b, x))), dtype=x.dtype)
-    except RuntimeError:  # within torch.vmap
-        return None
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        try:  # scipy takes a fifth of the time
+            return torch.as_tensor(special.betainc(*(t.detach().numpy() for t in (a, b, x))), dtype=x.dtype).to(dtype)
+        except RuntimeError:
+            pass  # tensors within torch.vmap have no arrays
+    return continued(a, b, x).to(dtype)
 
 
 def continued(a: Tensor, b: Tensor, x: Tensor) -> Tensor:

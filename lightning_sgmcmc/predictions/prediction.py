@@ -161,10 +161,17 @@ class Prediction:
             columns["low"], columns["high"] = self.interval(level)
         return columns
 
-    def _checked_num(self, num: int) -> int:
+    @staticmethod
+    def _checked_num(num: int) -> int:
         if num < 1:
             raise ValueError(f"num must be at least 1, got {num}: it counts the draws of each datum")
         return num
+
+    @staticmethod
+    def _checked_quantile(q: float) -> float:
+        if not 0 < q < 1:
+            raise ValueError(f"q must be in (0, 1), got {q}: 0.5 is the median")
+        return q
 
     def _not_kept(self, what: str) -> RuntimeError:
         return RuntimeError(f"{what} needs the distribution of each sample; {self._why_not_kept}")
@@ -186,14 +193,7 @@ class Prediction:
             parts = vars(self)
             if name.startswith(ON_REQUEST) and name.removeprefix(ON_REQUEST) in (*parts, *(f"{p}s" for p in parts)):
                 raise AttributeError(f"{name} was not requested: pass return_samples=True to predict")
-            raise AttributeError(f"a {type(self).__name__} has no {name!r}: it has {', '.join(parts)}")
-
-
-def checked_quantile(q: float) -> float:
-    """Return q if it is in (0, 1)."""
-    if not 0 < q < 1:
-        raise ValueError(f"q must be in (0, 1), got {q}: 0.5 is the median")
-    return q
+            raise self._lacks(name)
 
 
 # -- classes: one of K, and several labels at once ---------------------------------------------------------------------
@@ -209,12 +209,8 @@ class _OfProbabilities(Prediction):
         mutual_information: Tensor,
         sample_probabilities: Tensor | None = None,
     ) -> None:
-        super().__init__(
-            probabilities=probabilities,
-            entropy=entropy,
-            mutual_information=mutual_information,
-            sample_probabilities=sample_probabilities,
-        )
+        parts = {"probabilities": probabilities, "entropy": entropy, "mutual_information": mutual_information}
+        super().__init__(**parts, sample_probabilities=sample_probabilities)
 
     @property
     def total(self) -> Tensor:
@@ -244,7 +240,7 @@ class _OfProbabilities(Prediction):
             ValueError: for q out of range.
             RuntimeError: if the samples' probabilities are not kept.
         """
-        return self._members("quantile").quantile(checked_quantile(q))
+        return self._members("quantile").quantile(self._checked_quantile(q))
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return, by class, the weight of the samples whose probability is at most y, shape of `probabilities`.
@@ -258,11 +254,8 @@ class _OfProbabilities(Prediction):
         return self._members("cdf").cdf(y)
 
     def _with_probabilities(self: OfClasses, probabilities: Tensor) -> OfClasses:
-        """Return the predictive with other probabilities, and samples whose mean these are.
-
-        Entropy, mutual information, quantiles and `sample_probabilities` are then of one law, and the mutual
-        information is at most the entropy. It needs the samples' probabilities, so without them there is none.
-        """
+        """Return the predictive with other probabilities, and samples whose mean these are, so that all parts are of
+        one law; without the samples' probabilities there is no mutual information."""
         entropy = torch.special.entr(self._by_class(probabilities)).sum(-1)
         kept = self._kept
         if not isinstance(kept, Members):
@@ -419,7 +412,7 @@ class RegressionPrediction(Prediction):
             ValueError: for q out of range.
             RuntimeError: if the samples' distributions are not kept.
         """
-        return self._mixture("quantile").quantile(checked_quantile(q)).to(self.mean.dtype)
+        return self._mixture("quantile").quantile(self._checked_quantile(q)).to(self.mean.dtype)
 
     def cdf(self, y: Tensor | float) -> Tensor:
         """Return P(Y ≤ y), shape (n, D).

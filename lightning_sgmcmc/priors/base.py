@@ -148,17 +148,11 @@ def own_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def columns_of(values: Sequence[float], tensors: Sequence[Tensor]) -> "float | Tensor":
-    """Return a value of each tensor as one for each column of its rows, shape (P,), or one number if all are equal.
-
-    Args:
-        tensors: with a leading axis of chains.
-    """
+    """Return a value of each tensor (C, …) as one for each column of its rows, shape (P,), or one if all are equal."""
     if len(set(values)) == 1:
         return values[0]
-    first = tensors[0]
     counts = torch.tensor([tensor[0].numel() for tensor in tensors])
-    each = torch.tensor(values, dtype=torch.float64).repeat_interleave(counts)
-    return each.to(first)
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(counts).to(tensors[0])
 
 
 def log_of(values: "float | Tensor", count: int) -> float:

@@ -18,17 +18,11 @@ PREFIXES = ("", "net.")
 
 
 class GivenCenter:
-    """The tensors on which a prior is centred, by the names of the parameters.
-
-    Args:
-        source: a state dict, or the path of a checkpoint of Lightning's, a state dict by `torch.save`, or a safetensors
-            file, such as a sample's.
-    """
+    """The tensors on which a prior is centred, by the names of the parameters: from a state dict, or the path of a
+    checkpoint of Lightning's, a state dict by `torch.save`, or a safetensors file, such as a sample's."""
 
     def __init__(self, source: Any) -> None:
-        named = source
-        if isinstance(source, str | Path):
-            named = _read(Path(source))
+        named = _read(Path(source)) if isinstance(source, str | Path) else source
         if not isinstance(named, Mapping) or not all(isinstance(value, Tensor) for value in named.values()):
             raise TypeError(
                 "the prior's center must be 'start', a state dict (tensors by parameter name) or the path of a file "
@@ -44,11 +38,7 @@ class GivenCenter:
                 raise ValueError(f"the prior's center has NaN or infinite numbers in '{name}': pass a sound state")
 
     def tensor_for(self, name: str, shape: torch.Size, held: int | None = None) -> Tensor:
-        """Return the centre of a parameter.
-
-        Args:
-            held: the row that the shape lacks, if any (see `held`), and the result too.
-        """
+        """Return the centre of a parameter; `held` is the row that the shape lacks, and the result too, if any."""
         known = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
         found = next((self._tensors[own] for own in known if own in self._tensors), None)
         if found is None:

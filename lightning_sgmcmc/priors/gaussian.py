@@ -146,24 +146,20 @@ class GaussianPrior(ScalePrior):
         known = (chains, *parameters, *sizes, *held.items(), values[0].dtype)
         if known == self._known:
             return
-        own = {name: value for name, value in parameters.items() if not name.startswith(STATE)}
+        own = own_parameters(parameters)
         shapes = {name: value.shape[1:] if chains else value.shape for name, value in own.items()}
         scales = [self.scale_of(name, shape) for name, shape in shapes.items()]
-        self._where = tuple(
-            index for index, name in enumerate(own) if self.center is not None and is_centered(name, self.centered)
-        )
-        if self.center == "start" and sum(name.startswith(CENTER) for name in parameters) != len(self._where):
+        centred = [name for name in own if self.center is not None and is_centered(name, self.centered)]
+        if self.center == "start" and sum(name.startswith(CENTER) for name in parameters) != len(centred):
             raise ValueError(
                 "the prior's center='start' is known once a fit has begun: fit first, or pass a state dict"
             )
         if isinstance(self.center, GivenCenter):
-            of_place = [(name, shapes[name], held.get(name)) for name in own]
-            given = [self.center.tensor_for(*of_place[index]) for index in self._where]
+            given = [self.center.tensor_for(name, shapes[name], held.get(name)) for name in centred]
             self._centers = [tensor.to(values[0]) for tensor in given]
-        normaliser = math.sqrt(2 * math.pi)
-        self._constants = [
-            shape.numel() * math.log(s * normaliser) for shape, s in zip(shapes.values(), scales, strict=True)
-        ]
+        self._where = tuple(map(list(own).index, centred))
+        counts, normaliser = [shape.numel() for shape in shapes.values()], math.sqrt(2 * math.pi)
+        self._constants = [count * math.log(s * normaliser) for count, s in zip(counts, scales, strict=True)]
         self._constant = -sum(self._constants)
         self._precisions = None if len(set(scales)) == 1 else values[0].new_tensor([1 / s**2 for s in scales])
         self._known_scales, self._count, self._known = scales, len(own), known
@@ -201,29 +197,24 @@ class GaussianPrior(ScalePrior):
         """
         self.distances(parameters, chains=True)
         own = own_parameters(parameters)
-        where = set(self._where)
         if self.center is None:
             return lambda rows, state: rows
         if self.center == "start":
-            gaps = {
-                name: tensor.new_zeros(()).expand(as_rows(tensor, len(tensor)).shape) for name, tensor in own.items()
-            }
-            centred = {name: f"{CENTER}{name}" for place, name in enumerate(own) if place in where}
+            gaps = [tensor.new_zeros(()).expand(as_rows(tensor, len(tensor)).shape) for tensor in own.values()]
+            centred = {place: f"{CENTER}{name}" for place, name in enumerate(own) if place in self._where}
 
             def from_start(rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-                parts = [
-                    as_rows(state[centred[name]], len(rows)) if name in centred else gap for name, gap in gaps.items()
-                ]
+                parts = list(gaps)
+                for place, name in centred.items():
+                    parts[place] = as_rows(state[name], len(rows))
                 return rows - torch.cat(parts, 1)
 
             return from_start
-        centers = iter(self._centers)
-        parts = [
-            next(centers) if place in where else tensor.new_zeros(tensor.shape[1:])
-            for place, tensor in enumerate(own.values())
-        ]
-        center = torch.cat([part.reshape(-1).to(parts[0]) for part in parts])
-        return lambda rows, state: rows - center
+        parts = [tensor.new_zeros(tensor.shape[1:]) for tensor in own.values()]
+        for place, center in zip(self._where, self._centers, strict=True):
+            parts[place] = center
+        given = torch.cat([part.reshape(-1).to(parts[0]) for part in parts])
+        return lambda rows, state: rows - given
 
     def of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
         std, differences = self.scales_of_columns(parameters), self.differences_of_rows(parameters)

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 
 class Entries(dict[str, Tensor]):
-    """Tensors by name without their held rows.
-
-    Args:
-        held: the place of the row that each of some tensors lacks.
-    """
+    """Tensors by name without their held rows; `held` has the place of the row that each of some tensors lacks."""
 
     def __init__(self, tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> None:
         super().__init__(tensors)
@@ -47,12 +43,8 @@ def with_row(tensor: Tensor, row: int, value: Tensor, axis: int = 0) -> Tensor:
 
 
 def without_held(tensors: Mapping[str, Tensor], held: Mapping[str, int], axis: int = 0) -> Mapping[str, Tensor]:
-    """Return tensors by name without their held rows; the mapping itself where nothing is held.
-
-    Args:
-        tensors: by name; names that have no held row, such as those of a prior's tensors, stay as they are.
-        axis: of the rows: 1 for tensors with a leading axis of chains.
-    """
+    """Return tensors by name without their held rows, on axis 1 if they have a leading axis of chains; the mapping
+    itself where nothing is held."""
     if not held:
         return tensors
     kept = {name: without_row(t, held[name], axis) if name in held else t for name, t in tensors.items()}
@@ -60,11 +52,7 @@ def without_held(tensors: Mapping[str, Tensor], held: Mapping[str, int], axis: i
 
 
 def sampled_columns(tensors: Mapping[str, Tensor], held: Mapping[str, int], axis: int = 0) -> list[slice]:
-    """Return the stretches of the tensors' columns in a row of all of them that are sampled.
-
-    Args:
-        tensors: by name, in the order of the columns.
-    """
+    """Return the stretches of columns that are sampled in a row of all tensors, which are in the columns' order."""
     found, start, place = [], 0, 0
     for name, tensor in tensors.items():
         shape = tensor.shape[axis:]

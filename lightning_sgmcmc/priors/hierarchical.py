@@ -107,12 +107,9 @@ class HierarchicalPrior(Prior):
         Raises:
             ValueError: if no pattern matches.
         """
-        if self.groups == "tensor":
-            return parameter_name
-        if self.groups == "layer":
-            return parameter_name.rpartition(".")[0] or parameter_name
-        if self.groups == "all":
-            return "*"
+        if isinstance(self.groups, str):
+            layer = parameter_name.rpartition(".")[0] or parameter_name
+            return {"tensor": parameter_name, "layer": layer, "all": "*"}[self.groups]
         found = next((pattern for pattern in self.groups if fnmatchcase(parameter_name, pattern)), None)
         if found is None:
             raise ValueError(
@@ -141,10 +138,10 @@ class HierarchicalPrior(Prior):
         first = distances.tensors[0]
         known = (chains, *parameters, *(tensor.shape for tensor in distances.tensors), first.dtype, first.device)
         if known != self._known:
-            names = [name for name in parameters if not name.startswith(STATE)]
-            groups = {name: place for place, name in enumerate(dict.fromkeys(map(self.group_of, names)))}
+            names = list(own_parameters(parameters))
+            groups = list(dict.fromkeys(map(self.group_of, names)))
             shapes = [tensor.shape[1:] if chains else tensor.shape for tensor in distances.tensors]
-            index = torch.tensor([groups[self.group_of(name)] for name in names])
+            index = torch.tensor([groups.index(self.group_of(name)) for name in names])
             sizes = torch.tensor([shape.numel() for shape in shapes], dtype=torch.float64)
             counts = torch.zeros(len(groups), dtype=torch.float64).index_add_(0, index, sizes)
             stds = torch.tensor(list(map(self.scale_of, names, shapes)), dtype=torch.float64)
@@ -224,8 +221,7 @@ class HierarchicalPrior(Prior):
         """
         _, variance = self._parts(parameters)
         stds = (variance[self._index] / self._precisions).sqrt()
-        names = [name for name in parameters if not name.startswith(STATE)]
-        return {name: std.clone() for name, std in zip(names, stds.unbind(), strict=True)}
+        return {name: std.clone() for name, std in zip(own_parameters(parameters), stds.unbind(), strict=True)}
 
     # -- Gibbs --------------------------------------------------------------------------------------------------------
 
@@ -248,12 +244,11 @@ class HierarchicalPrior(Prior):
         return (self.nu * self._counts + squares) / ((self.nu + 1) * self._counts)
 
     def noise(self, temperature: float, generator: np.random.Generator) -> Tensor:
-        """Return a draw of v over the conditional's mode, shape (G,), float64, in the host's memory.
-
-        It does not depend on the parameters, so no device has to be waited for.
+        """Return a draw of v over the conditional's mode, shape (G,), float64, in host memory, without waiting for the
+        device; at temperature 0 all are 1.
 
         Args:
-            temperature: τ of the chain; at 0 all are 1.
+            temperature: τ of the chain.
             generator: of the chain and step.
         """
         if temperature == 0:
@@ -273,16 +268,8 @@ class HierarchicalPrior(Prior):
 
 
 def log_density_of_scales(variance: Tensor, squares: Tensor, counts: Tensor, nu: float) -> Tensor:
-    """Return the part of log p(θ|v) + log p(log v) that depends on v, for each group.
-
-        -(ν+1)·d/2·log v - (ν·d + S)/(2v)
-
-    Args:
-        variance: v, shape (…, G).
-        squares: S, of the same shape.
-        counts: d of each group, shape (G,).
-        nu: ν.
-    """
+    """Return -(ν+1)·d/2·log v - (ν·d + S)/(2v), the part of log p(θ|v) + log p(log v) that depends on v, by group, for
+    v and S of shape (…, G) and d of shape (G,)."""
     v = widest(variance)
     return -((nu + 1) / 2 * counts * v.log() + (nu * counts + squares) / (2 * v))
 

@@ -1,7 +1,6 @@
 """The tensors that a prior has for each chain, as buffers of the module: drawn scales, and centres at the start.
 
-As buffers they get the chains' leading axis, move between devices, and are saved in checkpoints, like the chains' own
-tensors. They are no part of the network: samples, descriptions and comparisons of networks leave them out.
+Like the chains' own tensors they are saved in checkpoints, but samples and descriptions of networks leave them out.
 """
 
 from collections import OrderedDict
@@ -15,11 +14,7 @@ from lightning_sgmcmc.priors.held import held_rows, without_held
 
 
 class PriorState(nn.Module):
-    """Holds a prior's tensors as buffers.
-
-    Args:
-        tensors: by name; a name with dots is a path of submodules, as in a parameter's name.
-    """
+    """Holds a prior's tensors as buffers; a name with dots is a path of submodules, as in a parameter's name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -58,10 +53,8 @@ def begin_prior_state(module: nn.Module, prior: Prior) -> None:
 
 
 def with_own_state(module: nn.Module, prior: Prior, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict that a module with this prior can load, whichever prior the saved one had.
-
-    Tensors of another prior are left out, and those that the saved run did not have keep the module's values.
-    """
+    """Return a state dict that a module with this prior can load: tensors of another prior are left out, and those that
+    the saved run did not have keep the module's values."""
     saved = [name for name in state_dict if is_prior_state(name)]
     if saved:
         begin_prior_state(module, prior)

@@ -16,8 +16,8 @@ from lightning_sgmcmc.diagnostics.draws import chain_diagnostics, rhat_limit
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.reference.chains import HamiltonianChains, Settings
 from lightning_sgmcmc.reference.kernels import COUNTED, Move
 from lightning_sgmcmc.tables import Columns

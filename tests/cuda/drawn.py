@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.posterior.disk import LaggingStore
+from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.cuda.case import LOG_EVERY, Case, fit, loaders, network
 from tests.cuda.stand_in import StandIn
 
@@ -20,7 +20,7 @@ def samples_are_the_chains_states(device: StandIn) -> None:
         made = fit(device, SMALL, Path(name))
         module = made.module
         assert module.posterior is not None
-        assert isinstance(module.posterior.store, LaggingStore)
+        assert isinstance(module.posterior.store, DiskStore)
         stored = Posterior.load(Path(name) / "samples", net=network(SMALL))
         assert [record.chain for record in stored.records] == [0, 1, 2]
         for chain, sample in enumerate(stored):

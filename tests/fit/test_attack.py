@@ -20,7 +20,7 @@ from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit.folder import newest_checkpoint
-from lightning_sgmcmc.posterior.writing import is_in_use
+from lightning_sgmcmc.posterior.lock import is_in_use
 from tests.fit.test_after_an_exception import HOOKS, Failing
 from tests.support.recorders import Each
 from tests.support.small_run import data, module

@@ -12,7 +12,7 @@ from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import Drawing
 from lightning_sgmcmc.fit.ranks import FILE_NAME
-from lightning_sgmcmc.posterior import writing
+from lightning_sgmcmc.posterior import manifest
 from tests.support.faults import STEPS, SignalAt, fit, loader, module, steps_of
 from tests.support.full_disk import full_at
 from tests.support.processes import in_a_process
@@ -27,9 +27,9 @@ def samples_lag(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.03)
         write(path, content)
 
-    write = writing.write_atomically
+    write = manifest.write_atomically
     monkeypatch.setattr(Drawing, "on_cuda", property(lambda drawing: True))
-    monkeypatch.setattr(writing, "write_atomically", slow)
+    monkeypatch.setattr(manifest, "write_atomically", slow)
 
 
 def counted(checkpoint: Path) -> int:

@@ -17,7 +17,7 @@ from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.cli import fit as command
 from lightning_sgmcmc.cli import main
-from lightning_sgmcmc.posterior import writing as lock
+from lightning_sgmcmc.posterior import lock
 from tests.support.processes import in_a_process
 from tests.support.recorders import Each
 from tests.support.small_run import loader, module

@@ -14,7 +14,7 @@ import torch
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.posterior import writing as lock
+from lightning_sgmcmc.posterior import lock
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.problems import Data, network
 from tests.support.processes import in_a_process

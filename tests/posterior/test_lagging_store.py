@@ -11,8 +11,8 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.posterior import writing
-from lightning_sgmcmc.posterior.disk import DiskStore, LaggingStore
+from lightning_sgmcmc.posterior import manifest
+from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.full_disk import full_at
 
 
@@ -40,13 +40,13 @@ class Gate:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LaggingStore:
+def store(tmp_path: Path) -> DiskStore:
     DiskStore.create(tmp_path / "lagging")
-    return LaggingStore(tmp_path / "lagging")
+    return DiskStore(tmp_path / "lagging")
 
 
 @pytest.mark.parametrize("reader", ["records", "the last sample", "another store", "a posterior", "close", "pickle"])
-def test_readers_wait_until_all_samples_are_on_the_disk(reader: str, store: LaggingStore, tmp_path: Path) -> None:
+def test_readers_wait_until_all_samples_are_on_the_disk(reader: str, store: DiskStore, tmp_path: Path) -> None:
     gate = Gate()
     for step in (1, 2, 3):
         store.append_later(sample(step), gate.copy_of(step))
@@ -81,14 +81,14 @@ def test_readers_wait_until_all_samples_are_on_the_disk(reader: str, store: Lagg
 
 @pytest.mark.parametrize("reader", ["the next sample", "records", "close"])
 def test_a_full_disk_is_an_error_in_the_runs_thread(
-    reader: str, store: LaggingStore, monkeypatch: pytest.MonkeyPatch
+    reader: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_at(monkeypatch, "00000002")
     gate = Gate()
     gate.open()
     for step in (1, 2, 3):
         store.append_later(sample(step), gate.copy_of(step))
-    writing.wait_for_writers(store.path)
+    manifest.wait_for_writers(store.path)
     says = r"the sample of step 2 could not be written to .*No space left.*the 1 earlier samples are complete"
     readers = {"the next sample": lambda: store.append_later(sample(4), gate.copy_of(4)), "records": lambda: len(store)}
     for _ in range(2 if reader in readers else 0):  # whoever catches it once does not make it good
@@ -105,9 +105,9 @@ def test_a_full_disk_is_an_error_in_the_runs_thread(
     store.close()
 
 
-def test_the_queue_is_bounded(store: LaggingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(tensor.nbytes for tensor in sample(1).state.values())
-    monkeypatch.setattr(writing, "LARGEST_WAITING", 2 * size)
+    monkeypatch.setattr(manifest, "LARGEST_WAITING", 2 * size)
     gate = Gate()
     for step in (1, 2):
         store.append_later(sample(step), gate.copy_of(step))
@@ -122,7 +122,7 @@ def test_the_queue_is_bounded(store: LaggingStore, monkeypatch: pytest.MonkeyPat
     store.close()
 
 
-def test_a_step_of_a_chain_is_queued_once(store: LaggingStore) -> None:
+def test_a_step_of_a_chain_is_queued_once(store: DiskStore) -> None:
     gate = Gate()
     store.append_later(sample(1), gate.copy_of(1))
     with pytest.raises(ValueError, match="already has a sample of step 1"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc import files as files_module
-from lightning_sgmcmc.posterior import writing
+from lightning_sgmcmc.posterior import manifest
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from tests.support.stored_samples import assert_is_sample, files, sample
@@ -98,7 +98,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, where: str, room: int = 30) -> No
         hit = (where == "manifest") == (Path(path).name.lstrip(".").startswith(MANIFEST))
         return FullDisk(open(path, mode), room) if hit and mode != "r" else open(path, mode)
 
-    for module in (files_module, writing):
+    for module in (files_module, manifest):
         monkeypatch.setattr(module, "open", small_open, raising=False)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sgmcmc.posterior import writing
+from lightning_sgmcmc.posterior import manifest
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
@@ -15,11 +15,11 @@ def full_at(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         monkeypatch: the test's.
         part: of the file's name, such as "00000008" for the sample of step 8.
     """
-    write = writing.write_atomically
+    write = manifest.write_atomically
 
     def fail(path: Path, content: bytes) -> None:
         if part in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(writing, "write_atomically", fail)
+    monkeypatch.setattr(manifest, "write_atomically", fail)
