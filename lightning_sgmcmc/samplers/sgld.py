@@ -63,6 +63,10 @@ Adapt = str | int
 """When a preconditioner adapts: in all steps, until a schedule's sampling stage, or in its first steps."""
 
 
+COUNTS = ("averaged", "updates")
+"""Of a group: the steps that adapted the preconditioner, and all steps."""
+
+
 class PreconditionedSampler(Sampler):
     """Base of the samplers with a diagonal preconditioner G, which is estimated from gradients.
 
@@ -89,6 +93,18 @@ class PreconditionedSampler(Sampler):
         """
         for group in self.param_groups:
             group["adapting"] = adapting
+
+    def forget(self) -> None:
+        """Begin to estimate the preconditioner again, as if no step had been made."""
+        for group in self.param_groups:
+            group.update({name: 0 for name in COUNTS if name in group})
+            for state in (self.state[p] for p in group["params"]):
+                for name in self.averages:
+                    state[name].zero_()
+
+    @property
+    def counts_steps(self) -> bool:
+        return True
 
     @property
     def needs_burn_in(self) -> bool:
@@ -229,6 +245,10 @@ class pSGLD(PreconditionedSampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(alpha=alpha, eps=eps)
         self._add_adaptation(adapt)
+
+    @property
+    def counts_steps(self) -> bool:
+        return not self.always_adapts  # the average is not corrected for its beginning
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
