@@ -19,7 +19,8 @@ from lightning_sgmcmc.posterior.manifest import MANIFEST
 HISTORY = "history.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """Files that identify a run's folder."""
-TEXTS = ("config.yaml", "hparams.yaml", "table.md")
+CONFIG = "config.yaml"
+TEXTS = (CONFIG, "hparams.yaml", "table.md")
 NOT_NEGATIVE = ("sampler/lr", "sampler/temperature")
 LARGEST_JSON, LARGEST_PICTURE, LARGEST_TEXT = 2**28, 2**26, 2**22
 """Largest sizes of files, in bytes."""
