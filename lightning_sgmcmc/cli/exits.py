@@ -69,13 +69,9 @@ class NoSamplesError(Exception):
 
 @contextmanager
 def one_sentence(command: str, debug: bool = False, steps: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Print a user's mistake as one sentence and exit with its code; other errors pass.
+    """Print a user's mistake as one sentence that begins with the command, and exit with its code; other errors pass.
 
-    An error after the first step was made is a mistake only if this package raised it, since a run that failed in other
-    code cannot be repeated soon to see the traceback.
-
-    Args:
-        command: how the user called the command; the sentence begins with it.
+    After the first of a run's steps only an error of this package is one, since other code's needs its traceback.
     """
     try:
         yield
@@ -201,11 +197,7 @@ def _plain_type(text: str) -> str:
 def no_folder_left_behind(folder: Path, remedy: str, is_worthless: Callable[[], bool]) -> Iterator[None]:
     """Check that a run's folder can be written; remove it after a failure if this process made it and it is worthless.
 
-    Loggers fill the folder before data, callbacks and network are checked. Another process may have been started with
-    the same folder, before or after this one: then it stays.
-
-    Args:
-        is_worthless: called after a failure; returns whether the folder may be removed.
+    Loggers fill the folder before data, callbacks and network are checked. It stays if another process has it too.
     """
     made: list[Path] = []
     try:

@@ -96,10 +96,7 @@ class SamplingCLI(LightningCLI):
                 raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
 
     def _parse_ckpt_path(self) -> None:
-        """Build the model from the configuration alone: a checkpoint's hyperparameters leave out network and prior.
-
-        Lightning would replace the configuration's model by them.
-        """
+        """Build the model from the configuration: a checkpoint's hyperparameters leave out network and prior."""
 
     def after_instantiate_classes(self) -> None:
         """Pass the trainer on, with the command that continues its run."""
@@ -202,11 +199,7 @@ def _own_folder(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 def _resume_command(arguments: Any) -> str | None:
-    """Return the command that continues the run of a command line.
-
-    Args:
-        arguments: those of `sgmcmc`; None for those of this process; a dictionary belongs to no command.
-    """
+    """Return the command that continues the run of `sgmcmc` with these arguments, None for this process's own."""
     if not isinstance(arguments, list | None):
         return None
     words = ["sgmcmc", *map(str, arguments)] if arguments is not None else ["python", *sys.argv]
@@ -281,10 +274,8 @@ WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
 
 
 def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
-    """Replace what decides about sampling in a fit's configuration by `AutoSampling`, in place.
-
-    The callbacks that change the chain are left out; those of `recommended` are added where they are missing.
-    """
+    """Replace what decides about sampling in a fit's configuration by `AutoSampling` and the missing ones of
+    `recommended`, in place."""
     given = config.trainer.get("callbacks") or []
     entries = given if isinstance(given, list) else [given]
     kept = [entry for entry in entries if not _declared(entry).changes_chain]

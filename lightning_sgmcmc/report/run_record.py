@@ -85,10 +85,8 @@ class RunRecord:
 
 
 def find_run(path: str | Path) -> tuple[Path, int]:
-    """Return a run's folder and the number of candidates: `path` itself, or the newest run with samples within it.
-
-    A run without samples is returned only if no run there has any: it failed, or only evaluated another run's samples.
-    """
+    """Return a run's folder and the number of candidates: `path` itself, or the newest run within it, of those with
+    samples if there are any."""
     try:
         local_path(path, "path", "copy the folder to one first")
     except ValueError as error:

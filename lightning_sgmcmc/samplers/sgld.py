@@ -65,6 +65,8 @@ Adapt = str | int
 
 COUNTS = ("averaged", "updates")
 """Of a group: the steps that adapted the preconditioner, and all steps."""
+LEAST = 1e-8
+"""The smallest 1/G of a preconditioner with a floor."""
 
 
 class PreconditionedSampler(Sampler):
@@ -179,16 +181,16 @@ class PreconditionedSampler(Sampler):
                 scratch[p] = torch.empty_like(p)
         return [scratch[p] for p in params]
 
-    def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float, least: float = 1e-8) -> None:
-        """Replace V̂ by √V̂ + floor·rms(√V̂) + least in place, the rms over each tensor within each chain."""
+    def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float) -> None:
+        """Replace V̂ by √V̂ + floor·rms(√V̂) + 1e-8 in place, the rms over each tensor within each chain."""
         flat = self._flat_group(params)
         if flat is not None and out[0].device.type != "cpu":
-            floors = flat.means(out[0]).sqrt_().mul_(floor).add_(least)
+            floors = flat.means(out[0]).sqrt_().mul_(floor).add_(LEAST)
             out[0].sqrt_().add_(flat.spread(floors))
             return
         each = self._each(params, out)
         means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
-        floors = means.sqrt_().mul_(floor).add_(least)
+        floors = means.sqrt_().mul_(floor).add_(LEAST)
         torch._foreach_sqrt_(out)
         for tensor, own in zip(each, floors, strict=True):
             tensor.add_(along_first_axis(own, tensor.dim()) if self.num_chains > 1 else own[0])

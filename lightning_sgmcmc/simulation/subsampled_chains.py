@@ -221,8 +221,6 @@ class SumRun:
     """The parts of a run, and what its gradients carry from step to step.
 
     Attributes:
-        group: the sampler's parameter group, with the controls of the run.
-        place: the chains' positions, shape (C, d).
         accepted: candidates that index chains have accepted.
         snapshot, full_gradient: places of the last snapshot, and ∇U there, shape (C, d).
         reference, moments: places of the last calibration, and the moments of batches' gradients since then.
