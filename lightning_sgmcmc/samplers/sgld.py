@@ -100,9 +100,8 @@ class PreconditionedSampler(Sampler):
         """Begin to estimate the preconditioner again, as if no step had been made."""
         for group in self.param_groups:
             group.update({name: 0 for name in COUNTS if name in group})
-            for state in (self.state[p] for p in group["params"]):
-                for name in self.averages:
-                    state[name].zero_()
+            for name in self.averages:
+                torch._foreach_zero_(self._buffers(group["params"], name))
 
     @property
     def counts_steps(self) -> bool:
