@@ -188,9 +188,8 @@ def simulate(
         exchange: swaps of temperatures and step sizes between chains; ladder l draws from the stream of (seed, l).
 
     Raises:
-        ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with a sampler that
-            has momentum or at a temperature of 0, compile=True with a sampler that counts steps (such as AdamSGLD), or
-            a final position that is not finite.
+        ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with momentum or at
+            temperature 0, compile=True for a sampler that counts steps, or a final position that is not finite.
 
     Example::
 
