@@ -119,7 +119,7 @@ def trainer_in(folder: Path) -> pl.Trainer:
 
 def written(folder: Path, parser: Parser) -> None:
     one = ConfigFile(parser, None)  # type: ignore[arg-type]
-    one._write(trainer_in(folder))
+    one.on_train_start(trainer_in(folder), None)  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_written_whole(tmp_path: Path) -> None:
