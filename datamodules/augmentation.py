@@ -14,7 +14,9 @@ from torch.nn.functional import pad
 from lightning_sgmcmc.compiling import compiled_if_possible
 
 ERASED_AREA = (0.02, 0.4)
+"""Least and largest share of an image that is erased."""
 ERASED_ASPECT = (0.3, 1 / 0.3)
+"""Of the erased rectangle's height to its width."""
 ATTEMPTS = 10
 
 
@@ -34,34 +36,21 @@ def random_flip(images: Tensor) -> Tensor:
     return both.index_select(0, torch.arange(count, device=images.device) + count * flipped)
 
 
-def random_erase(
-    images: Tensor,
-    probability: float,
-    area: tuple[float, float] = ERASED_AREA,
-    aspect: tuple[float, float] = ERASED_ASPECT,
-) -> Tensor:
+def random_erase(images: Tensor, probability: float) -> Tensor:
     """Return the images (n, C, H, W), each with one random rectangle set to 0, with the given probability.
 
-    The rectangle's share of the image is drawn uniformly from `area` and its ratio of height to width from `aspect`,
-    until it is smaller than the image in both directions; then its position is drawn. After ten failed attempts (for
-    the default ranges fewer than one image in a million) the image is left unchanged.
+    Its share and aspect are drawn until it is smaller than the image in both directions; after ten failed attempts
+    (fewer than one image in a million) the image is left unchanged.
 
     Source: Zhong et al. 2020, Random erasing data augmentation, algorithm 1.
     """
     count = len(images)
     shapes = torch.rand(2, count, ATTEMPTS, device=images.device)
     places = torch.rand(3, count, 1, device=images.device)
-    return images * _kept(images, shapes, places, probability, area, aspect)
+    return images * _kept(images, shapes, places, probability)
 
 
-def _kept(
-    images: Tensor,
-    shapes: Tensor,
-    places: Tensor,
-    probability: float,
-    area: tuple[float, float] = ERASED_AREA,
-    aspect: tuple[float, float] = ERASED_ASPECT,
-) -> Tensor:
+def _kept(images: Tensor, shapes: Tensor, places: Tensor, probability: float) -> Tensor:
     """Return which pixels of (n, C, H, W) `random_erase` keeps, shape (n, 1, H, W).
 
     Args:
@@ -70,8 +59,8 @@ def _kept(
     """
     height, width = images.shape[2:]
     share, ratio = shapes
-    pixels = (area[0] + (area[1] - area[0]) * share) * (height * width)
-    ratio = aspect[0] + (aspect[1] - aspect[0]) * ratio
+    pixels = (ERASED_AREA[0] + (ERASED_AREA[1] - ERASED_AREA[0]) * share) * (height * width)
+    ratio = ERASED_ASPECT[0] + (ERASED_ASPECT[1] - ERASED_ASPECT[0]) * ratio
     heights, widths = (pixels * ratio).sqrt().round(), (pixels / ratio).sqrt().round()
     fits = (heights < height) & (widths < width)
     first = fits.byte().argmax(1, keepdim=True)

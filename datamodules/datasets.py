@@ -86,10 +86,7 @@ class DatasetDataModule(pl.LightningDataModule):
         return self._num_data or len(self.train)  # type: ignore[arg-type]
 
     def _pins(self, dataset: Dataset[Any]) -> bool:
-        """Return whether batches are copied into pinned memory, from which a copy to CUDA need not wait.
-
-        Items that are made in this process may be on the device already.
-        """
+        """Return whether batches are copied into pinned memory: items of this process may be on the device already."""
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
         on_host = dataset.device.type == "cpu" if isinstance(dataset, TensorBatches) else self.num_workers > 0
         return isinstance(device, torch.device) and device.type == "cuda" and on_host

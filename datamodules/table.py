@@ -240,13 +240,7 @@ def _table(columns: InputColumns, x: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of a table.
-
-    Attributes:
-        values: float64 (n, D) of numbers and counts, int64 (n,) of classes.
-        classes: the classes' names in the order of their labels, if the values were names.
-        is_said: whether the user has said the task.
-    """
+    """The targets of a table: `values` are float64 (n, D) of numbers and counts, int64 (n,) of classes."""
 
     values: Tensor
     task: Task

@@ -34,18 +34,20 @@ class TableSource(ArrayDataModule):
 
     Args:
         val_fraction: share of the data for validation, in [0, 1).
+        test_fraction: share of the data for testing, where the split is a random one.
     """
 
-    test_fraction = 0.0
-    """Share of the data for testing, where the split is a random one."""
     intercept = False
     """Whether the inputs get a first column of ones."""
 
-    def __init__(self, root: str | Path, batch_size: int, val_fraction: float, **shared: Any) -> None:
+    def __init__(
+        self, root: str | Path, batch_size: int, val_fraction: float, test_fraction: float = 0.0, **shared: Any
+    ) -> None:
         super().__init__(batch_size, **shared)
-        check_fractions(val_fraction, self.test_fraction)
+        check_fractions(val_fraction, test_fraction)
         self.root = Path(root)
         self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
 
     @abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
@@ -166,8 +168,7 @@ class UCIClassificationDataModule(TableSource):
         intercept: bool = False,
         **shared: Any,
     ) -> None:
-        self.test_fraction = test_fraction
-        super().__init__(root, batch_size, val_fraction, **shared)
+        super().__init__(root, batch_size, val_fraction, test_fraction, **shared)
         _check_name(name, CLASSIFICATION)
         self.table = name
         self.intercept = intercept
@@ -280,8 +281,7 @@ class MushroomDataModule(TableSource):
         test_fraction: float = 0.2,
         **shared: Any,
     ) -> None:
-        self.test_fraction = test_fraction
-        super().__init__(root, batch_size, val_fraction, **shared)
+        super().__init__(root, batch_size, val_fraction, test_fraction, **shared)
         self.feature_names: tuple[str, ...] = ()
         """The columns' names, `attribute=value`, after `setup` or `table`."""
 
@@ -390,8 +390,7 @@ class CovertypeDataModule(TableSource):
         intercept: bool = False,
         **shared: Any,
     ) -> None:
-        self.test_fraction = test_fraction
-        super().__init__(root, batch_size, val_fraction, **shared)
+        super().__init__(root, batch_size, val_fraction, test_fraction, **shared)
         self.full = full
         self.binary = binary
         self.standardise_indicators = standardise_indicators
@@ -480,7 +479,7 @@ class CovertypeDataModule(TableSource):
 # -- digits -----------------------------------------------------------------------------------------------------------
 
 
-class DigitsDataModule(ArrayDataModule):
+class DigitsDataModule(TableSource):
     """The 1,797 real handwritten digits (8×8 pixels, 10 classes) that scikit-learn ships; nothing is downloaded.
 
     Args:
@@ -505,22 +504,16 @@ class DigitsDataModule(ArrayDataModule):
         flatten: bool = True,
         **shared: Any,
     ) -> None:
-        super().__init__(batch_size, **shared)
-        check_fractions(val_fraction, test_fraction)
-        self.val_fraction = val_fraction
-        self.test_fraction = test_fraction
+        super().__init__("", batch_size, val_fraction, test_fraction, **shared)
         self.flatten = flatten
 
-    def load(self) -> tuple[Split, Split, Split]:
+    def read(self) -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
 
         bunch = load_digits()
         images = torch.tensor(bunch.images, dtype=torch.float32)
-        labels = torch.tensor(bunch.target, dtype=torch.int64)
-        train, val, test = random_split(len(labels), (self.val_fraction, self.test_fraction), self.seed, labels)
-        mean, std = images[train].mean(), images[train].std()  # pixels share a scale
-        images = (images - mean) / std
-        self.input_scaling = (mean, std)
-        images = images.flatten(1) if self.flatten else images[:, None]
-        first, second, third = (Split(images[part], labels[part]) for part in (train, val, test))
-        return first, second, third
+        return images.flatten(1) if self.flatten else images[:, None], torch.tensor(bunch.target, dtype=torch.int64)
+
+    def scale(self, parts: list[Tensor]) -> tuple[list[Tensor], Scaling]:
+        mean, std = parts[0].mean(), parts[0].std()  # pixels share a scale
+        return [(part - mean) / std for part in parts], (mean, std)

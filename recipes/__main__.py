@@ -13,9 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from lightning_sgmcmc.cli.commands import examples
-from lightning_sgmcmc.cli.exits import FAILED, Mistake, one_sentence
+from lightning_sgmcmc.cli.exits import FAILED, Mistake, no_folder_left_behind, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
-from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.fit.results import origin_of_run
 from lightning_sgmcmc.recipes.shared import needs
 from lightning_sgmcmc.recipes.shared.expected import compare, predicted_seconds

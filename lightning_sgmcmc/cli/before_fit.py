@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.cli import SaveConfigCallback
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +19,6 @@ from lightning_sgmcmc.chains.chains import chain_model, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.cli.exits import Mistake
-from lightning_sgmcmc.cli.folders import ConfigFile
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import plain_console
 from lightning_sgmcmc.module import BayesianModule
@@ -27,7 +27,7 @@ from lightning_sgmcmc.planning.of_trainer import plan_of
 from lightning_sgmcmc.tune import StepProposal, propose_lr
 
 AFTERWARDS = (
-    ConfigFile,
+    SaveConfigCallback,
     SampleCollector,
     BayesianModelAverage,
     PosteriorDashboard,

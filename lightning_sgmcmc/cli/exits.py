@@ -1,18 +1,23 @@
-"""The end of a command: its exit code, and a user's mistake in one sentence; jsonargparse's have up to 60 lines."""
+"""The end of a command: its exit code, a user's mistake in one sentence, and no folder of a run that did nothing."""
 
 import argparse
 import importlib
 import inspect
+import os
 import re
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_sgmcmc.checks import similar
+from lightning_sgmcmc.posterior.lock import LOCK, InUseError, is_in_use, lock_alone, lock_shared
 
 FAILED, MISTAKE, NO_SAMPLES = 1, 2, 3
 
@@ -64,13 +69,9 @@ class NoSamplesError(Exception):
 
 @contextmanager
 def one_sentence(command: str, debug: bool = False, steps: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Print a user's mistake as one sentence and exit with its code; other errors pass.
+    """Print a user's mistake as one sentence that begins with the command, and exit with its code; other errors pass.
 
-    An error after the first step was made is a mistake only if this package raised it, since a run that failed in other
-    code cannot be repeated soon to see the traceback.
-
-    Args:
-        command: how the user called the command; the sentence begins with it.
+    After the first of a run's steps only an error of this package is one, since other code's needs its traceback.
     """
     try:
         yield
@@ -187,3 +188,60 @@ def _arguments(class_path: str) -> list[str]:
 def _plain_type(text: str) -> str:
     name = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.Literal", "one of ")
     return TYPES.get(name, name)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_folder_left_behind(folder: Path, remedy: str, is_worthless: Callable[[], bool]) -> Iterator[None]:
+    """Check that a run's folder can be written; remove it after a failure if this process made it and it is worthless.
+
+    Loggers fill the folder before data, callbacks and network are checked. It stays if another process has it too.
+    """
+    made: list[Path] = []
+    try:
+        use = _enter(folder, made)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _remove_empty(made)
+        raise Mistake(f"the run's folder {folder} cannot be written ({error.strerror}): {remedy}") from error
+    try:
+        yield
+    except Exception as error:
+        is_ours = folder in made and not isinstance(error, InUseError) and lock_alone(use)
+        if is_ours and is_worthless() and not any(is_in_use(path.parent) for path in folder.rglob(LOCK)):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        if use is not None:
+            os.close(use)
+        _remove_empty(made)
+
+
+def _enter(folder: Path, made: list[Path]) -> int | None:
+    """Make a folder, note what of it this process has made, and return the lock that says that it is in use."""
+    while True:
+        for path in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
+            try:
+                path.mkdir()
+                made.insert(0, path)
+            except FileExistsError:  # another process was faster
+                continue
+        try:
+            use = lock_shared(folder)
+            if use is None or os.path.samestat(os.fstat(use), os.stat(folder)):
+                return use
+            os.close(use)
+        except FileNotFoundError:
+            pass
+        made.clear()  # another process has removed it meanwhile
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:  # it is not empty
+            continue

@@ -1,6 +1,8 @@
 """The commands of Lightning: `sgmcmc fit|validate|test|predict|plan|tune --config …`."""
 
 import os
+import pydoc
+import re
 import shlex
 import sys
 import warnings
@@ -12,21 +14,26 @@ from typing import Any
 
 import pytorch_lightning as pl
 import yaml
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from jsonargparse import Namespace
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
-from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
+from lightning_sgmcmc import callbacks
+from lightning_sgmcmc.callbacks import AutoSampling, PredictionWriter, SampleCollector, recommended
+from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.claims import SUBJECTS
 from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial, remote_root, run_folder
-from lightning_sgmcmc.cli.auto import choose_sampling, run_baselines, write_repeating_configuration
+from lightning_sgmcmc.cli.baselines import PACKAGE, run_baselines
 from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
-from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
-from lightning_sgmcmc.cli.folders import ConfigFile, no_folder_left_behind
-from lightning_sgmcmc.files import is_remote
+from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError, no_folder_left_behind
+from lightning_sgmcmc.files import free_name, is_regular, is_remote, replacing, write_atomically, write_output
 from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
 from lightning_sgmcmc.fit.safeguards import samples_drawn
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.report.run_record import CONFIG
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""
@@ -89,10 +96,7 @@ class SamplingCLI(LightningCLI):
                 raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
 
     def _parse_ckpt_path(self) -> None:
-        """Build the model from the configuration alone: a checkpoint's hyperparameters leave out network and prior.
-
-        Lightning would replace the configuration's model by them.
-        """
+        """Build the model from the configuration: a checkpoint's hyperparameters leave out network and prior."""
 
     def after_instantiate_classes(self) -> None:
         """Pass the trainer on, with the command that continues its run."""
@@ -195,11 +199,7 @@ def _own_folder(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 def _resume_command(arguments: Any) -> str | None:
-    """Return the command that continues the run of a command line.
-
-    Args:
-        arguments: those of `sgmcmc`; None for those of this process; a dictionary belongs to no command.
-    """
+    """Return the command that continues the run of `sgmcmc` with these arguments, None for this process's own."""
     if not isinstance(arguments, list | None):
         return None
     words = ["sgmcmc", *map(str, arguments)] if arguments is not None else ["python", *sys.argv]
@@ -264,3 +264,92 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
             trainer_defaults={"callbacks": [PredictionWriter()]},
             args=arguments,
         )
+
+
+# -- the configuration that `--auto` makes, and the one that a run writes ----------------------------------------------
+
+AUTO = PACKAGE + "AutoSampling"
+WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
+"""What `AutoSampling` runs with."""
+
+
+def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
+    """Replace what decides about sampling in a fit's configuration by `AutoSampling` and the missing ones of
+    `recommended`, in place."""
+    given = config.trainer.get("callbacks") or []
+    entries = given if isinstance(given, list) else [given]
+    kept = [entry for entry in entries if not _declared(entry).changes_chain]
+    dropped = [name for entry in entries if (name := _name(entry)) != "AutoSampling" and entry not in kept]
+    for entry in kept:
+        shared = _declared(entry).claims.keys() & AutoSampling.claims
+        if shared:
+            raise Mistake(
+                f"--auto and {_name(entry)} cannot be combined: {SUBJECTS[min(shared)]}; remove one of the two"
+            )
+    if dropped:
+        rank_zero_info(f"--auto replaces {', '.join(dropped)} and the module's prior, sampler and lr.")
+    known = {_name(entry) for entry in kept}
+    added = [Namespace(class_path=PACKAGE + name) for name in WITH_IT if name not in known]
+    options = Namespace(objective=objective, budget=budget)
+    config.trainer.callbacks = [Namespace(class_path=AUTO, init_args=options), *kept, *added]
+
+
+def _name(entry: Any) -> str:
+    path = entry.get("class_path", "") if isinstance(entry, Namespace | dict) else type(entry).__name__
+    return str(path).rpartition(".")[2]
+
+
+def _declared(entry: Any) -> type[RunCallback]:
+    """Return the class of a callback in a configuration; `RunCallback` for one that declares nothing."""
+    path = entry.get("class_path", "") if isinstance(entry, Namespace | dict) else ""
+    kind = pydoc.locate(str(path)) if path else type(entry)
+    return kind if isinstance(kind, type) and issubclass(kind, RunCallback) else RunCallback
+
+
+def write_repeating_configuration(trainer: pl.Trainer) -> None:
+    """Complete `auto.yaml` in the folder of a run of `AutoSampling`: its configuration with the choices it made."""
+    folder = run_folder(trainer)
+    auto = next((c for c in callbacks_of(trainer) if isinstance(c, AutoSampling)), None)
+    if auto is None or not trainer.is_global_zero or not (folder / CONFIG).exists() or not auto.chosen:
+        return
+    config = yaml.safe_load((folder / CONFIG).read_text())
+    entries, entry = config["trainer"]["callbacks"], auto.as_configuration()
+    config["trainer"]["callbacks"] = [entry if one.get("class_path") == AUTO else one for one in entries]
+    config |= {"auto": False, "budget": None}
+    write_atomically(folder / CHOICES, yaml.safe_dump(config, sort_keys=False).encode())
+
+
+def with_public_names(configuration: str) -> str:
+    """Return a configuration's text that names callbacks by the package of users, not by the module that holds them."""
+    for name in callbacks.__all__:
+        inner = re.escape(f"class_path: {getattr(callbacks, name).__module__}.{name}")
+        configuration = re.sub(f"{inner}$", f"class_path: {callbacks.__name__}.{name}", configuration, flags=re.M)
+    return configuration
+
+
+class ConfigFile(SaveConfigCallback):
+    """Writes the configuration to `config.yaml` in the run's folder when the run begins, after all checks.
+
+    An earlier `config.yaml`, of a run that is resumed with other settings, is kept as `config-1.yaml`.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write nothing yet: the checks of callbacks and data come later."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.already_saved or trainer.sanity_checking:
+            return
+        self.already_saved = True
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {"skip_none": False, "multifile": False, "overwrite": True}
+        path = folder / CONFIG
+        with replacing(path) as temporary:  # at every moment there is a whole file of this name
+            self.parser.save(self.config, temporary, **options)
+            temporary.write_text(with_public_names(temporary.read_text()))
+            if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
+                write_output(free_name(path), earlier)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start

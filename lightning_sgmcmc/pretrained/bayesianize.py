@@ -166,12 +166,8 @@ TASKS = {
 
 
 def last_layer(network: nn.Module, example: Any = None) -> str:
-    """Return the name of a network's last linear layer.
-
-    Args:
-        example: inputs with which the network is called, to see which linear layer comes last; without them it is the
-            last in a part with a usual name ("fc", "classifier", …), or else the last that was defined.
-    """
+    """Return the name of the linear layer that comes last in a call with the example; without one, of the last in a
+    part with a usual name ("fc", "classifier", …), or else of the last that was defined."""
     linear: dict[str, nn.Module] = {
         name: part for name, part in network.named_modules() if isinstance(part, LINEAR) and name
     }
@@ -226,10 +222,7 @@ def _last_called(network: nn.Module, linear: dict[str, nn.Module], example: Any)
 
 
 def with_adapters(network: nn.Module, config: Any) -> nn.Module:
-    """Return a network with LoRA's adapters, itself if it has adapters.
-
-    It gets them in place, by default with peft's default for models of transformers.
-    """
+    """Return a network with LoRA's adapters, added in place, by default with peft's for models of transformers."""
     if type(network).__module__.startswith("peft."):
         if config is not None:
             raise ValueError("network has adapters already: pass it with what='lora', without another LoraConfig")

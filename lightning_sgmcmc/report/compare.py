@@ -55,13 +55,8 @@ class ComparedRun:
     differences: dict[str, Interval]
 
 
-def compare_runs(runs: Sequence[str | Path], resamples: int = 2000, seed: int = 0) -> list[ComparedRun]:
-    """Return runs with intervals, and with paired differences from the first.
-
-    The data are resampled; all runs share the resamples. The networks are not trained again, so an interval is of these
-    runs on other data of the same kind, not of other seeds. The test data are used if all runs have them, else the
-    validation data.
-    """
+def compare_runs(runs: Sequence[str | Path]) -> list[ComparedRun]:
+    """Return runs with intervals over resampled data, which all runs share, and paired differences from the first."""
     folders = [find_run(run)[0] for run in runs]
     if len(folders) < 2:
         raise RunError(f"a comparison needs two runs or more, got {len(folders)}: pass another folder")
@@ -71,9 +66,7 @@ def compare_runs(runs: Sequence[str | Path], resamples: int = 2000, seed: int = 
     found = _evaluations(folders)
     _check_data(folders, found)
     names = [name for name in NAMES if all(name in one.columns for one in found)]
-    draws = {
-        name: _means(name, [one.columns[name].double().numpy() for one in found], resamples, seed) for name in names
-    }
+    draws = {name: _means(name, [one.columns[name].double().numpy() for one in found]) for name in names}
     labels, compared = _labels(folders), []
     for index, (folder, evaluation) in enumerate(zip(folders, found, strict=True)):
         origin = _origin(folder, evaluation)
@@ -88,10 +81,10 @@ def compare_runs(runs: Sequence[str | Path], resamples: int = 2000, seed: int = 
     return compared
 
 
-def _means(name: str, columns: list[Array], resamples: int, seed: int) -> tuple[list[float], Array]:
+def _means(name: str, columns: list[Array]) -> tuple[list[float], Array]:
     """Return each run's mean and its resampled means; of square errors their roots."""
     values = np.stack(columns)
-    means, resampled = values.mean(1), resampled_means(values, resamples, seed)
+    means, resampled = values.mean(1), resampled_means(values)
     if name == "square_error":
         means, resampled = np.sqrt(means), np.sqrt(resampled)
     return means.tolist(), resampled

@@ -16,10 +16,9 @@ from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.report import html
 from lightning_sgmcmc.report.html import Table, is_finite
 from lightning_sgmcmc.report.pictures import pictures
-from lightning_sgmcmc.report.run_record import MARKS, RunRecord, find_run, read_run
+from lightning_sgmcmc.report.run_record import CONFIG, MARKS, RunRecord, find_run, read_run
 from lightning_sgmcmc.report.tables import chains, equal_weights, results, samples, tensors, weights
 
-CONFIG = "config.yaml"
 VERSION = "version."
 """Prefix of the versions among a run's settings."""
 OF_RUN = "run."

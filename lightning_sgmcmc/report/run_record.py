@@ -19,7 +19,8 @@ from lightning_sgmcmc.posterior.manifest import MANIFEST
 HISTORY = "history.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """Files that identify a run's folder."""
-TEXTS = ("config.yaml", "hparams.yaml", "table.md")
+CONFIG = "config.yaml"
+TEXTS = (CONFIG, "hparams.yaml", "table.md")
 NOT_NEGATIVE = ("sampler/lr", "sampler/temperature")
 LARGEST_JSON, LARGEST_PICTURE, LARGEST_TEXT = 2**28, 2**26, 2**22
 """Largest sizes of files, in bytes."""
@@ -84,10 +85,8 @@ class RunRecord:
 
 
 def find_run(path: str | Path) -> tuple[Path, int]:
-    """Return a run's folder and the number of candidates: `path` itself, or the newest run with samples within it.
-
-    A run without samples is returned only if no run there has any: it failed, or only evaluated another run's samples.
-    """
+    """Return a run's folder and the number of candidates: `path` itself, or the newest run within it, of those with
+    samples if there are any."""
     try:
         local_path(path, "path", "copy the folder to one first")
     except ValueError as error:

@@ -65,6 +65,11 @@ class UpdateRule(Optimizer):
         """Tensors in the parameters' shapes that the rule keeps from step to step."""
         return int(self.momentum_buffer is not None)
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a step depends on the number of steps before it, which the groups hold."""
+        return False
+
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""
 

@@ -63,6 +63,12 @@ Adapt = str | int
 """When a preconditioner adapts: in all steps, until a schedule's sampling stage, or in its first steps."""
 
 
+COUNTS = ("averaged", "updates")
+"""Of a group: the steps that adapted the preconditioner, and all steps."""
+LEAST = 1e-8
+"""The smallest 1/G of a preconditioner with a floor."""
+
+
 class PreconditionedSampler(Sampler):
     """Base of the samplers with a diagonal preconditioner G, which is estimated from gradients.
 
@@ -89,6 +95,17 @@ class PreconditionedSampler(Sampler):
         """
         for group in self.param_groups:
             group["adapting"] = adapting
+
+    def forget(self) -> None:
+        """Begin to estimate the preconditioner again, as if no step had been made."""
+        for group in self.param_groups:
+            group.update({name: 0 for name in COUNTS if name in group})
+            for name in self.averages:
+                torch._foreach_zero_(self._buffers(group["params"], name))
+
+    @property
+    def counts_steps(self) -> bool:
+        return True
 
     @property
     def needs_burn_in(self) -> bool:
@@ -163,16 +180,16 @@ class PreconditionedSampler(Sampler):
                 scratch[p] = torch.empty_like(p)
         return [scratch[p] for p in params]
 
-    def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float, least: float = 1e-8) -> None:
-        """Replace V̂ by √V̂ + floor·rms(√V̂) + least in place, the rms over each tensor within each chain."""
+    def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float) -> None:
+        """Replace V̂ by √V̂ + floor·rms(√V̂) + 1e-8 in place, the rms over each tensor within each chain."""
         flat = self._flat_group(params)
         if flat is not None and out[0].device.type != "cpu":
-            floors = flat.means(out[0]).sqrt_().mul_(floor).add_(least)
+            floors = flat.means(out[0]).sqrt_().mul_(floor).add_(LEAST)
             out[0].sqrt_().add_(flat.spread(floors))
             return
         each = self._each(params, out)
         means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
-        floors = means.sqrt_().mul_(floor).add_(least)
+        floors = means.sqrt_().mul_(floor).add_(LEAST)
         torch._foreach_sqrt_(out)
         for tensor, own in zip(each, floors, strict=True):
             tensor.add_(along_first_axis(own, tensor.dim()) if self.num_chains > 1 else own[0])
@@ -229,6 +246,10 @@ class pSGLD(PreconditionedSampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(alpha=alpha, eps=eps)
         self._add_adaptation(adapt)
+
+    @property
+    def counts_steps(self) -> bool:
+        return not self.always_adapts  # the average is not corrected for its beginning
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.samplers import SGLD, Sampler
+from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.loop import (
     BLOCK,
@@ -22,7 +23,7 @@ from lightning_sgmcmc.simulation.loop import (
     StepPart,
     chain_normals,
     check_finite,
-    is_worth_compiling,
+    compiles_blocks,
     starting_places,
 )
 from lightning_sgmcmc.simulation.targets import Density, Target
@@ -187,8 +188,8 @@ def simulate(
         exchange: swaps of temperatures and step sizes between chains; ladder l draws from the stream of (seed, l).
 
     Raises:
-        ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with a sampler that
-            has momentum or at a temperature of 0, or a final position that is not finite.
+        ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with momentum or at
+            temperature 0, compile=True for a sampler that counts steps, or a final position that is not finite.
 
     Example::
 
@@ -212,7 +213,7 @@ def simulate(
     ladders = None if exchange is None else _Ladders(exchange, controls, place, seed)
     parts: list[StepPart] = [_Energies(target, place, seed, energy_noise, gradient_noise), controls]
     parts += [part for part in (learner, ladders) if part is not None]
-    loop = _light_loop(rule, place, parts, seed, is_worth_compiling(num_steps, device) if compile is None else compile)
+    loop = _light_loop(rule, place, parts, seed, compiles_blocks(compile, num_steps, rule, device))
     if exchange is not None and rule.momenta(loop.group) is not None:
         raise ValueError(f"{type(rule).__name__} has momentum, which also has a temperature: use SGLD for an exchange")
     kept = range(0) if keep_every is None else range(burn_in + keep_every, num_steps + 1, keep_every)
@@ -271,15 +272,17 @@ def _draw_starts(num_chains: int, dimension: int, seed: int) -> Tensor:
 
 def _light_loop(rule: Sampler, place: nn.Parameter, parts: Sequence[StepPart], seed: int, compiles: bool) -> LightLoop:
     """Return the loop of a run, with tensors as controls."""
-    group = dict(rule.param_groups[0])
+    group = rule.param_groups[0]
     group["lr"] = place.new_zeros(())
     group["temperature"] = place.new_ones(())  # at 0 MCLMC's momenta have no length
     # One update with zero force and step size creates the rule's buffers; it moves nothing.
     zero = torch.zeros_like(place)
     with torch.no_grad():
         rule.update(group, [place], [zero], [zero.clone() for _ in range(rule.draws)])
-    length = SHORT_BLOCK if len(parts) > 2 else BLOCK
-    return LightLoop(rule, place, group, chain_normals(seed, place, rule.draws), parts, length, compiles, True)
+        if isinstance(rule, PreconditionedSampler):
+            rule.forget()
+    length = (SHORT_BLOCK if len(parts) > 2 else BLOCK) if compiles else None
+    return LightLoop(rule, place, group, chain_normals(seed, place, rule.draws), parts, length)
 
 
 # -- the parts of a step ----------------------------------------------------------------------------------------------

@@ -70,8 +70,7 @@ class LightLoop:
 
     Args:
         normals: returns the injected noise of the next K steps, shape (K, J, C, d), which the loop may change.
-        copies_group: whether a block begins with a copy of the group, in which parts may set the controls. What a rule
-            notes in the group is then lost with the block.
+        block_length: steps of a compiled block; None compiles none.
     """
 
     def __init__(
@@ -81,9 +80,7 @@ class LightLoop:
         group: dict[str, Any],
         normals: Callable[[int], Tensor],
         parts: Sequence[StepPart],
-        block_length: int = BLOCK,
-        compiles: bool = False,
-        copies_group: bool = False,
+        block_length: int | None = None,
     ) -> None:
         self.rule = rule
         self.place = place
@@ -94,37 +91,34 @@ class LightLoop:
         self.count = 0
         """Steps made."""
         self._length = block_length
-        self._copies_group = copies_group
-        self._block = compiled_block(self.run, place.device) if compiles else self.run
+        self._block = self.run if block_length is None else compiled_block(self.run, place.device)
 
     def advance(self, count: int) -> dict[str, Tensor]:
         """Make some steps, whose numbers are drawn at once; return their traces, each of `count` rows."""
         first = self.count + 1
         numbers = [(self.normals(count),), *(part.draw(first, count) for part in self.parts)]
         self.count += count
-        if count <= self._length:
-            return self._run(count, numbers)
+        if self._length is None or count < self._length:
+            return self.run(*numbers)
+        blocks = [[one.split(self._length) for one in own] for own in numbers]
         done = []
-        for start in range(0, count, self._length):
-            stop = min(start + self._length, count)
-            done.append(self._run(stop - start, [tuple(one[start:stop] for one in own) for own in numbers]))
+        for place, normals in enumerate(blocks[0][0]):
+            # A shorter last block has another shape than the compiled ones.
+            block = self._block if len(normals) == self._length else self.run
+            done.append(block(*(tuple(one[place] for one in own) for own in blocks)))
         return {name: torch.cat([rows[name] for rows in done]) for name in done[0]}
-
-    def _run(self, count: int, numbers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-        # A shorter last block has another shape than the compiled ones.
-        return (self._block if count == self._length else self.run)(*numbers)
 
     def run(self, normals: tuple[Tensor, ...], *numbers: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Make a block's steps, given the noise and the numbers of each part."""
-        step = Step(self.place, dict(self.group) if self._copies_group else self.group)
         compiling = torch.compiler.is_compiling()
+        # A compiled block leaves its inputs as they are, so it sets the controls in a copy.
+        step = Step(self.place, dict(self.group) if compiling else self.group)
         rows: Sequence[Sequence[Sequence[Tensor] | Tensor]] = numbers
         if not compiling:  # one view at a time takes longer
             rows = [[one.unbind() for one in own] for own in numbers]
         for k, noise in enumerate(normals[0]):
             for part, own in zip(self.parts, rows, strict=True):
                 part.before(step, *(one[k] for one in own))
-            # A compiled block leaves its inputs as they are.
             drawn = [one.clone() if compiling else one for one in noise]
             self.rule.update(step.group, [self.place], [step.gradient], drawn or None)
             for part in self._after:
@@ -133,9 +127,12 @@ class LightLoop:
 
 
 def compiled_block(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a bound method that makes a block of steps, compiled."""
+    """Return a bound method that makes a block of steps, compiled for good: all blocks have the same shapes."""
     assert isinstance(method, MethodType)
     options: dict[str, Any] = {"cpp_wrapper": True} if device.type == "cpu" else {}
+    # The guards on all that the parts hold would take longer than some steps; torch before 2.9 has no such option.
+    if hasattr(torch.compiler, "skip_all_guards_unsafe"):
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
     # A separate code object, since torch limits the number of compilations of each.
     function = method.__func__
     assert isinstance(function, FunctionType)
@@ -143,9 +140,16 @@ def compiled_block(method: Callable[..., Any], device: torch.device) -> Callable
     return torch.compile(MethodType(own, method.__self__), dynamic=False, fullgraph=True, options=options)
 
 
-def is_worth_compiling(steps: int, device: torch.device) -> bool:
-    """Return whether a run of so many steps is long enough to compile them, and there is a compiler."""
-    return steps >= WORTH_COMPILING and (device.type != "cpu" or has_compiler())
+def compiles_blocks(asked: bool | None, steps: int, rule: Sampler, device: torch.device) -> bool:
+    """Return whether blocks are compiled: if it is asked for, or the run is long enough and there is a compiler."""
+    if asked and rule.counts_steps:
+        raise ValueError(
+            f"compile=True repeats the same block of steps, and {type(rule).__name__} counts its steps: pass "
+            "compile=None"
+        )
+    if asked is not None:
+        return asked
+    return steps >= WORTH_COMPILING and not rule.counts_steps and (device.type != "cpu" or has_compiler())
 
 
 def has_compiler() -> bool:

@@ -29,7 +29,7 @@ from lightning_sgmcmc.simulation.loop import (
     Step,
     StepPart,
     check_finite,
-    is_worth_compiling,
+    compiles_blocks,
     shared_normals,
     starting_places,
 )
@@ -124,7 +124,8 @@ def sample_sum(
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, a sampler that the estimator does not support,
-            compile=True with an estimator that chooses or corrects gradients, or a final position that is not finite.
+            compile=True with an estimator that chooses or corrects gradients or a sampler that counts steps, or a
+            final position that is not finite.
 
     Example::
 
@@ -145,10 +146,10 @@ def sample_sum(
     gradient.begin(run)
     spent = _evaluations(gradient, data, num_steps, num_passes)
     num_steps = len(spent) - 1
-    compiles = _compiles(compile, gradient, num_steps, place.device)
+    compiles = _compiles(compile, gradient, num_steps, rule, place.device)
     gradients = _Gradients(gradient, run, traced=compiles)
     normals = shared_normals(run.generator("noise"), place, rule.draws if temperature > 0 else 0)
-    loop = LightLoop(rule, place, run.group, normals, [gradients], BLOCK, compiles)
+    loop = LightLoop(rule, place, run.group, normals, [gradients], BLOCK if compiles else None)
     marks = list(at_steps) or [bisect_right(spent, round(passes * data)) - 1 for passes in at_passes]
     kept = sorted({*marks, num_steps})
     recorder = Recorder(kept, sorted({*marks}), None if observe is None else lambda rows: observe(rows[0])[None])
@@ -205,21 +206,21 @@ def _evaluations(
     return spent
 
 
-def _compiles(compile: bool | None, gradient: "GradientEstimator", num_steps: int, device: torch.device) -> bool:
+def _compiles(
+    compile: bool | None, gradient: "GradientEstimator", num_steps: int, rule: Sampler, device: torch.device
+) -> bool:
     if compile and not gradient.is_memoryless:
         raise ValueError(
             "compile=True needs FullGradient or UniformGradient, whose gradients depend on the present place alone: "
             "pass compile=None"
         )
-    return gradient.is_memoryless and is_worth_compiling(num_steps, device) if compile is None else compile
+    return gradient.is_memoryless and compiles_blocks(compile, num_steps, rule, device)
 
 
 class SumRun:
     """The parts of a run, and what its gradients carry from step to step.
 
     Attributes:
-        group: the sampler's parameter group, with the controls of the run.
-        place: the chains' positions, shape (C, d).
         accepted: candidates that index chains have accepted.
         snapshot, full_gradient: places of the last snapshot, and ∇U there, shape (C, d).
         reference, moments: places of the last calibration, and the moments of batches' gradients since then.

@@ -25,18 +25,12 @@ def median_bandwidth(particles: Tensor) -> Tensor:
     return _squares(particles)[..., first, second].median(-1).values / math.log(count)
 
 
-def stein_direction(particles: Tensor, gradients: Tensor, bandwidth: Tensor | None = None) -> Tensor:
-    """Return φ at each particle, shape (…, n, d); a bandwidth of None is that of the median heuristic.
-
-    Args:
-        particles: shape (…, n, d).
-        gradients: gradients of the energy U = -log p there, shape (…, n, d).
-    """
+def stein_direction(particles: Tensor, gradients: Tensor) -> Tensor:
+    """Return φ at each particle; particles, gradients of the energy U = -log p and φ have shape (…, n, d)."""
     count = particles.shape[-2]
     if count < 2:
         raise ValueError(f"particles must be at least two, since they repel each other, got {count}")
-    bandwidth = median_bandwidth(particles) if bandwidth is None else bandwidth
-    scale = bandwidth[..., None, None]
+    scale = median_bandwidth(particles)[..., None, None]
     kernel = torch.exp(-_squares(particles) / scale)
     # ∇_{x_j} k(x_j, x_i) = (2/h)·(x_i - x_j)·k, summed over j without another tensor of all pairs.
     repulsion = 2 / scale * (particles * kernel.sum(-1, keepdim=True) - kernel @ particles)

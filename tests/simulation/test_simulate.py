@@ -9,7 +9,18 @@ import torch
 
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import (
+    MCLMC,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, densities, sample_sum, simulate
 from lightning_sgmcmc.simulation.loop import has_compiler
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
@@ -95,6 +106,35 @@ def test_compiled_blocks_are_the_eager_steps(sampler: Any, learner: ContourRun |
         assert eager.contour is not None
         assert compiled.contour is not None
         torch.testing.assert_close(compiled.contour.log_vector, eager.contour.log_vector, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampler", [pSGLD, AdamSGLD, pSGHMC, ScaleAdaptedSGHMC])
+def test_a_preconditioner_is_frozen_as_in_a_loop_of_steps(sampler: Any) -> None:
+    """At temperature 0 both loops make the same steps, of which the first 20 adapt."""
+    made: list[Sampler] = []
+
+    def build(params: Any, **options: Any) -> Sampler:
+        made.append(sampler(params, adapt=20, **options))
+        return made[-1]
+
+    start = torch.linspace(-3.0, 3.0, 4)[:, None]
+    run = simulate(MIXTURE, build, lr=0.02, num_steps=60, num_chains=4, temperature=0.0, initial=start)
+    place = torch.nn.Parameter(start.clone())
+    plain = build([place], lr=0.02, num_data=1, temperature=0.0, num_chains=4)
+    for _ in range(60):
+        place.grad = MIXTURE.gradient(place.detach())
+        plain.step()
+    light, known = (rule.preconditioner(rule.param_groups[0]["params"]) for rule in made)
+    torch.testing.assert_close(light, known, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(run.last, place.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_rule_that_counts_its_steps_is_not_compiled() -> None:
+    options: dict[str, Any] = {"lr": 0.01, "num_steps": 2, "compile": True}
+    with pytest.raises(ValueError, match="AdamSGLD counts its steps"):
+        simulate(MIXTURE, AdamSGLD, **options)
+    with pytest.raises(ValueError, match="AdamSGLD counts its steps"):
+        sample_sum(GaussianSum(torch.ones(3, 2)), AdamSGLD, FullGradient(), **options)
 
 
 @pytest.mark.slow

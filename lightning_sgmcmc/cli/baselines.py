@@ -1,94 +1,28 @@
-"""Configurations made from a fit's: `--auto` chooses the sampling, `--baselines` adds networks of the same cost."""
+"""`sgmcmc fit --baselines`: networks trained at the cost of a run, beside its average."""
 
 import copy
 import json
 import math
-import pydoc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import yaml
-from jsonargparse import Namespace
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.table import Table
 
-from lightning_sgmcmc.callbacks import AutoSampling, recommended
-from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
-from lightning_sgmcmc.chains.callback import RunCallback
-from lightning_sgmcmc.chains.claims import SUBJECTS
-from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
-from lightning_sgmcmc.cli.exits import Mistake
-from lightning_sgmcmc.cli.folders import NAME
-from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.fit.results import RESULTS, TABLE, plain_console, write_results
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.plain import markdown_table
+from lightning_sgmcmc.report.run_record import CONFIG
 
 PACKAGE = "lightning_sgmcmc.callbacks."
-AUTO = PACKAGE + "AutoSampling"
-WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
-"""What `AutoSampling` runs with."""
 MEMBERS = {"sgd": 1, "ensemble": 4}
 DECAY = 5e-4
 """Weight decay of the baselines, the usual default."""
-
-
-def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
-    """Replace what decides about sampling in a fit's configuration by `AutoSampling`, in place.
-
-    The callbacks that change the chain are left out; those of `recommended` are added where they are missing.
-    """
-    given = config.trainer.get("callbacks") or []
-    entries = given if isinstance(given, list) else [given]
-    kept = [entry for entry in entries if not _declared(entry).changes_chain]
-    dropped = [name for entry in entries if (name := _name(entry)) != "AutoSampling" and entry not in kept]
-    for entry in kept:
-        shared = _declared(entry).claims.keys() & AutoSampling.claims
-        if shared:
-            raise Mistake(
-                f"--auto and {_name(entry)} cannot be combined: {SUBJECTS[min(shared)]}; remove one of the two"
-            )
-    if dropped:
-        rank_zero_info(f"--auto replaces {', '.join(dropped)} and the module's prior, sampler and lr.")
-    known = {_name(entry) for entry in kept}
-    added = [Namespace(class_path=PACKAGE + name) for name in WITH_IT if name not in known]
-    options = Namespace(objective=objective, budget=budget)
-    config.trainer.callbacks = [Namespace(class_path=AUTO, init_args=options), *kept, *added]
-
-
-def _name(entry: Any) -> str:
-    path = entry.get("class_path", "") if isinstance(entry, Namespace | dict) else type(entry).__name__
-    return str(path).rpartition(".")[2]
-
-
-def _declared(entry: Any) -> type[RunCallback]:
-    """Return the class of a callback in a configuration; `RunCallback` for one that declares nothing."""
-    path = entry.get("class_path", "") if isinstance(entry, Namespace | dict) else ""
-    kind = pydoc.locate(str(path)) if path else type(entry)
-    return kind if isinstance(kind, type) and issubclass(kind, RunCallback) else RunCallback
-
-
-def write_repeating_configuration(trainer: pl.Trainer) -> None:
-    """Complete `auto.yaml` in the folder of a run of `AutoSampling`: its configuration with the choices it made."""
-    folder = run_folder(trainer)
-    auto = next((c for c in callbacks_of(trainer) if isinstance(c, AutoSampling)), None)
-    if auto is not None and trainer.is_global_zero and (folder / NAME).exists() and auto.chosen:
-        _complete(folder, auto.as_configuration())
-
-
-def _complete(folder: Path, entry: dict[str, Any]) -> None:
-    config = yaml.safe_load((folder / NAME).read_text())
-    found = [entry if one.get("class_path") == AUTO else one for one in config["trainer"]["callbacks"]]
-    config["trainer"]["callbacks"] = found
-    config |= {"auto": False, "budget": None}
-    content = yaml.safe_dump(config, sort_keys=False)
-    write_atomically(folder / CHOICES, content.encode())
-
-
-# -- baselines --------------------------------------------------------------------------------------------------------
 
 
 def run_baselines(trainer: pl.Trainer, module: BayesianModule, run: Callable[[dict[str, Any]], None]) -> None:
@@ -102,7 +36,7 @@ def run_baselines(trainer: pl.Trainer, module: BayesianModule, run: Callable[[di
     if trainer.world_size > 1:
         rank_zero_warn("--baselines trains on one device, and this run had several processes: none is trained.")
         return
-    config = yaml.safe_load((folder / NAME).read_text())
+    config = yaml.safe_load((folder / CONFIG).read_text())
     arguments = config["model"].get("init_args", {})
     if not {"sampler", "lr", "prior", "num_chains"} <= arguments.keys():
         rank_zero_warn("--baselines changes sampler, lr, prior and num_chains, which the model's class does not take.")
@@ -134,6 +68,7 @@ def _configuration(
         "chain_start": "own",
     }
     schedule = {"class_path": PACKAGE + "DeepEnsemble", "init_args": {"optimizer": optimizer, "warm_up": 0.03}}
+    averaged = [{"class_path": PACKAGE + one} for one in ("SampleCollector", "BayesianModelAverage")]
     summary = {"class_path": PACKAGE + "RunSummary", "init_args": {"name": name}}
     place = {"save_dir": str(folder.parent), "name": name, "version": ""}
     logger = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": place}
@@ -143,7 +78,7 @@ def _configuration(
         "max_time": None,
         "logger": logger,
         "enable_checkpointing": False,
-        "callbacks": [schedule, *({"class_path": PACKAGE + one} for one in WITH_IT[:2]), summary],
+        "callbacks": [schedule, *averaged, summary],
     }
     return config | {"auto": False, "budget": None, "baselines": False, "resume": False, "ckpt_path": None}
 
