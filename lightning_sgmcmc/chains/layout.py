@@ -121,14 +121,12 @@ def mean_over_ranks(tensor: Tensor, device: torch.device, ranks: int, group: Any
 
 
 def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
-    """Return how a trainer's strategy lays out the chains, with C in each process; without a trainer there is one
-    process."""
+    """Return how a trainer's strategy lays out the chains, C in each process; one process without a trainer."""
     if trainer is None:
         return ChainLayout(num_chains=num_chains, total_chains=num_chains)
     strategy = trainer.strategy
-    laid_out = getattr(strategy, "chain_layout", None)
-    if laid_out is not None:
-        layout: ChainLayout = laid_out(num_chains)
+    if hasattr(strategy, "chain_layout"):
+        layout: ChainLayout = strategy.chain_layout(num_chains)
         return layout
     return ChainLayout(0, num_chains, num_chains, trainer.world_size, trainer.global_rank, strategy)
 
@@ -269,19 +267,14 @@ def stated_seed(text: str) -> int:
 
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: str | None = None) -> Any:
-    """Return a group of some ranks, or of all; all ranks of the run make each group, in the same order. The backend
-    "gloo" is for tensors in host memory."""
+    """Return a group of some ranks, or of all, as all ranks of the run do; "gloo" is for tensors in host memory."""
     with naming_the_network():
         return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
 
 @contextmanager
 def naming_the_network() -> Iterator[None]:
-    """Let an error of gloo's connections name what the user can set.
-
-    gloo connects by the address of the host's own name, which on many clusters is none of the network between the
-    nodes.
-    """
+    """Let an error of gloo, which connects by the address of the host's own name, name what the user can set."""
     try:
         yield
     except RuntimeError as error:

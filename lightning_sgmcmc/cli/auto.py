@@ -17,7 +17,7 @@ from rich.table import Table
 from lightning_sgmcmc.callbacks import AutoSampling, recommended
 from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.chains.callback import RunCallback
-from lightning_sgmcmc.chains.claims import SUBJECTS
+from lightning_sgmcmc.chains.state import SUBJECTS
 from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.cli.folders import NAME
