@@ -177,7 +177,7 @@ class ChainEnergies:
             if seed_chain is not None:
                 seed_chain(chain)
             with chains.swapped(tensors):
-                of_prior: Mapping[str, Tensor] = chains.of_prior(chain)
+                of_prior: Mapping[str, Tensor] = chains.of_prior[chain]
                 if through_stack:
                     present = dict(zip(chains.names, tensors, strict=True))
                     of_prior = {name: present[name] for name in of_prior}

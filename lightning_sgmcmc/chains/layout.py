@@ -143,12 +143,8 @@ class ProcessRuns:
     """
 
     def __init__(self) -> None:
-        self._first: dict[int, str] = {}
-        """By seed, the place of its first run."""
-        self._unmoved: dict[tuple[int, str], int] = {}
-        """By seed and place, the runs that left the generator where it was."""
-        self._counts: dict[int, int] = {}
-        """By seed, its runs."""
+        self._made: list[tuple[int, str, bool]] = []
+        """The seed and the place of each earlier run, and whether it left the generator there."""
         self._begun: tuple[int, str] | None = None
 
     def seed(self, place: str, launched: bool) -> int:
@@ -161,12 +157,12 @@ class ProcessRuns:
         self._begun = (seed, place)
         if launched:
             return derive_seed(seed, "run", place)
+        places = [where for own, where, _ in self._made if own == seed]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Lightning seeds such processes anew at each fit, so their places are alike: they count.
-            earlier = self._counts.get(seed, 0)
-            return derive_seed(seed, "run", "number", earlier) if earlier else seed
-        earlier = self._unmoved.get(self._begun, 0)
-        if not earlier and self._first.get(seed, place) == place:
+            return derive_seed(seed, "run", "number", len(places)) if places else seed
+        earlier = self._made.count((seed, place, True))
+        if not earlier and (not places or places[0] == place):
             return seed
         return derive_seed(seed, "run", place, earlier)
 
@@ -174,11 +170,8 @@ class ProcessRuns:
         """Count the run that took the last seed, once it has made a step."""
         if self._begun is None:
             return
-        (seed, place), begun, self._begun = self._begun, self._begun, None
-        self._counts[seed] = self._counts.get(seed, 0) + 1
-        self._first.setdefault(seed, place)
-        if present_place() == place:
-            self._unmoved[begun] = self._unmoved.get(begun, 0) + 1
+        (seed, place), self._begun = self._begun, None
+        self._made.append((seed, place, present_place() == place))
 
 
 RUNS = ProcessRuns()

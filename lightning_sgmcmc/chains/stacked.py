@@ -53,7 +53,8 @@ class StackedChains:
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = []
-        self._of_prior: list[dict[str, Tensor]] = []
+        self.of_prior: list[dict[str, Tensor]] = []
+        """For each chain, its slices by name that its prior is a function of."""
         self._rows: tuple[FlatParameters, list[int], list[Tensor]] | None = None
         """Flat parameters, their places in `_stacked`, and each slice's gradient in the rows."""
 
@@ -82,7 +83,7 @@ class StackedChains:
                 piece = tensor.detach()[chain]
                 slices.append(nn.Parameter(piece, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else piece)
             self._slices.append(slices)
-        self._of_prior = [
+        self.of_prior = [
             {name: t for name, t in zip(self.names, slices, strict=True) if t.requires_grad or is_prior_state(name)}
             for slices in self._slices
         ]
@@ -97,10 +98,6 @@ class StackedChains:
         """Each chain's tensors: leaves whose data are slices of the stacked ones."""
         self.refresh()
         return self._slices
-
-    def of_prior(self, chain: int) -> dict[str, Tensor]:
-        """Return the slices of a chain by name that its prior is a function of."""
-        return self._of_prior[chain]
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -174,7 +171,7 @@ class StackedChains:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make their own slices.
-        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_of_prior": [], "_rows": None}
+        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "of_prior": [], "_rows": None}
 
 
 def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:

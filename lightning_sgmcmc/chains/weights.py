@@ -41,8 +41,11 @@ class FirstBatches:
         """Whether a target of the batches looked at is not observed."""
         self._outputs = (math.inf, -math.inf)
         self._signs = (math.inf, -math.inf)
-        is_own = model.likelihood is None or overrides(model, "log_likelihood")
-        is_own = is_own or not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")
+        is_own = (
+            model.likelihood is None
+            or overrides(model, "log_likelihood")
+            or not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")
+        )
         self._looks_at_sign = SIGN_LOOKS if is_own else 0
         self.targets: list[Tensor] = []
         """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""

@@ -137,7 +137,6 @@ class FullEnergy:
     ) -> None:
         named = named_trainable(model)
         self.names = list(named)
-        self.gradients = 0
         self.temperature = temperature
         self._model = model
         self._batches = batches
@@ -173,7 +172,6 @@ class FullEnergy:
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return U/τ, shape (n,), float64, and its gradient, shape (n, P), at parameters of shape (n, P)."""
-        self.gradients += len(rows)
         with torch.enable_grad():
             if self._vmapped:
                 return self._together(rows)
