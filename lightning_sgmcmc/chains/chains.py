@@ -288,11 +288,8 @@ class Chains:
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
         gains = self.stacked is not None or fused
         # A data-parallel wrapper has gradients of its own.
-        if (
-            gains
-            and not _is_wrapped(trainer)
-            and FlatParameters.suits([p for group in groups for p in group], self.num_chains)
-        ):
+        gains = gains and not _is_wrapped(trainer)
+        if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
             self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
 
     def unflatten(self, sampler: Sampler | None) -> None:

@@ -349,7 +349,7 @@ class RowEnergies:
         elif self._unrolled:
             chains = range(self._chains.num_chains)
             own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
-            columns = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
+            columns: dict[str, Any] = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
             states = [{name: column[c] for name, column in columns.items()} for c in chains]
             each = torch.stack([self._densities.log_likelihood(states[c], own[c]) for c in chains])
         else:
