@@ -11,10 +11,9 @@ from torch import Tensor
 from lightning_sgmcmc.batches.rows import fault_of_order, fault_of_start, has_short_steps
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
-from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.schedule import Schedule, epoch_length, is_optimization, require_schedule, schedule_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
+from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval, log_scalars
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies

@@ -12,9 +12,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
-from lightning_sgmcmc.chains.trainer import is_trial, log_interval, run_folder
+from lightning_sgmcmc.chains.trainer import is_trial, log_interval, log_scalars, run_folder
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table

@@ -25,7 +25,6 @@ from lightning_sgmcmc.batches.inputs import (
     parted,
     plain,
     trimmed,
-    unused,
     unwrapped,
 )
 from lightning_sgmcmc.checks import names_other_lightning
@@ -120,8 +119,7 @@ class EnergyModel(pl.LightningModule):
         return unwrapped(called(self, inputs, self.accepted_arguments))
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the output for a batch and its target, by `inputs_and_target` and `output_of`; for the "labels" of a
-        causal language model of transformers the next tokens."""
+        """Return the output and the target of a batch, for a causal language model's "labels" the next tokens."""
         inputs, target = self.inputs_and_target(batch)
         likelihood = self.likelihood
         if isinstance(likelihood, TokenCategorical) and self.takes_next_tokens(batch):
@@ -141,10 +139,10 @@ class EnergyModel(pl.LightningModule):
         """Return a batch without what `output_of` would leave out, and log it, once; with own hooks all is used."""
         if any(overrides(self, method) for method in ("log_likelihood", *HOOKS)):
             return batch
-        used = trimmed(batch, self.accepted_arguments)
-        if used is not batch and not self._said_unused:
+        used, unused = trimmed(batch, self.accepted_arguments)
+        if unused and not self._said_unused:
             self._said_unused = True
-            names = ", ".join(map(repr, unused(batch, self.accepted_arguments)))
+            names = ", ".join(map(repr, unused))
             rank_zero_info(f"The network's forward does not accept {names} of the batches, so it is not passed.")
         return used
 
@@ -278,9 +276,7 @@ OWN_STEPS = {
 
 
 def check_methods(model: nn.Module, base: type) -> None:
-    """Raise if a subclass or an object replaces one of `OWN_STEPS`; a method that calls the one it replaces is
-    accepted, and so is a value without code of its own, such as a mock.
-    """
+    """Raise if a subclass or an object replaces one of `OWN_STEPS` with code that does not call it."""
     for name, remedy in OWN_STEPS.items():
         if name in vars(model) and not _calls_replaced(vars(model)[name], name, getattr(type(model), name)):
             hint = "; LightningCLI sets it for --optimizer: pass --model.sampler and --model.lr in its place"

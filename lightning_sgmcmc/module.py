@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, check_step_size, sampler_of
-from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
+from lightning_sgmcmc.chains.energies import Execution
 from lightning_sgmcmc.chains.layout import present_place
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.starts import redraw
@@ -136,8 +136,8 @@ class BayesianModule(ChainModel):
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
-        self.chains.sharing.choose(sampled, frozen_dropout)
         """The chains of this process, their energies and state."""
+        self.chains.sharing.choose(sampled, frozen_dropout)
         self._looks_at_loss = 0
         """Coming backward passes whose loss is compared with the energy, each a wait for the device."""
         self.plan: RunPlan | None = None
@@ -287,10 +287,9 @@ class BayesianModule(ChainModel):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradient of each chain by its own norm."""
-        if not self.chains.clips_by_chain or not gradient_clip_val or gradient_clip_algorithm == "value":
+        by_chain = bool(gradient_clip_val) and gradient_clip_algorithm != "value"
+        if not (by_chain and self.chains.clip_gradients(float(gradient_clip_val or 0))):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        self.chains.clip_gradients(float(gradient_clip_val))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `val/nll`."""
@@ -306,7 +305,11 @@ class BayesianModule(ChainModel):
             return  # after a fit the samples are evaluated, not the chain's last state
         if batch_idx == 0 and (self.trainer.sanity_checking or not in_fit):  # else training batches were checked
             check_batch(self, self.chains.stacked, batch)
-        each = each_log_likelihood(self, self.num_chains, batch)
+        rows = []
+        for chain in range(self.num_chains):
+            with self.at_chain(chain):
+                rows.append(self.log_likelihood(batch))
+        each = torch.stack(rows)
         self.chains.observed.validation.add(each)
         self.log(f"{stage}/nll", -each.mean(), batch_size=each.shape[1], sync_dist=True)
 

@@ -16,8 +16,6 @@ from lightning_sgmcmc.tables.columns import InputColumns
 
 TARGETS = ("labels", "label", "target", "y")
 """Entries of a dict batch that may hold its target."""
-
-
 ABOUT_DTYPES = ("dtype", "scalar type", "Long", "Int", "Byte", "Char", "Short", "Bool", "Half", "Double")
 """Parts of torch's messages on tensors of unequal dtypes."""
 
@@ -51,8 +49,7 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arguments:
-    """Return what a `forward` accepts; the `**kwargs` of transformers' models are for layers, which raise for unknown
-    entries."""
+    """Return what a `forward` accepts, without transformers' `**kwargs`, which are for layers."""
     parameters = inspect.signature(forward).parameters.values()
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -91,8 +88,7 @@ def is_hugging_face(network: Any) -> bool:
 
 
 def target_name(batch: Mapping[str, Any], arguments: Arguments) -> str | None:
-    """Return the entry of a dict batch that holds its target, None if there is none; what `forward` cannot do without
-    is an input."""
+    """Return the entry of a dict batch that holds its target, if any; what `forward` cannot do without is an input."""
     found = [name for name in TARGETS if name in batch and name not in arguments.needed]
     if len(found) > 1:
         raise ValueError(
@@ -131,15 +127,14 @@ def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any
             return module(**used)
         with _no_branches():
             return module(**used)
-    if isinstance(inputs, list | tuple) and takes(arguments, len(inputs)):
+    if isinstance(inputs, list | tuple) and arguments.required <= len(inputs) <= arguments.most:
         return module(*inputs)
     return module(inputs)
 
 
 @contextmanager
 def _no_branches() -> Iterator[None]:
-    """Within `torch.vmap`, let a model of transformers use its attention mask without a look at its values, as
-    compiled; vmap refuses to look whether the mask hides anything."""
+    """Within `torch.vmap`, which refuses to look at values, let a model of transformers use its mask unseen."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     if torch._C._functorch.peek_interpreter_stack() is None or not hasattr(masks, "is_tracing"):
         yield
@@ -152,33 +147,21 @@ def _no_branches() -> Iterator[None]:
         masks.is_tracing = before
 
 
-def trimmed(batch: Any, arguments: Arguments) -> Any:
-    """Return a batch without the entries of its dict that `forward` does not accept, such as texts, which chains cannot
-    stack."""
-    if isinstance(batch, Mapping):
-        kept = accepted(batch, arguments) | {name: batch[name] for name in [target_name(batch, arguments)] if name}
-        return batch if len(kept) == len(batch) else kept
-    if type(batch) in (list, tuple) and len(batch) == 2 and isinstance(batch[0], Mapping):
-        kept = accepted(batch[0], arguments)
-        return batch if len(kept) == len(batch[0]) else (kept, batch[1])
-    return batch
-
-
-def unused(batch: Any, arguments: Arguments) -> list[str]:
-    """Return the names of the entries that `trimmed` leaves out."""
-    kept = trimmed(batch, arguments)
-    before, after = (batch, kept) if isinstance(batch, Mapping) else (batch[0], kept[0])
-    return [name for name in before if name not in after]
-
-
-def takes(arguments: Arguments, count: int) -> bool:
-    """Return whether `forward` takes so many positional arguments."""
-    return arguments.required <= count <= arguments.most
+def trimmed(batch: Any, arguments: Arguments) -> tuple[Any, list[str]]:
+    """Return a batch without what `forward` does not accept of its dict, such as texts, and the names of that."""
+    is_pair = type(batch) in (list, tuple) and len(batch) == 2
+    inputs = batch[0] if is_pair else batch
+    if not isinstance(inputs, Mapping):
+        return batch, []
+    target = None if is_pair else target_name(inputs, arguments)
+    kept = accepted(inputs, arguments) | ({} if target is None else {target: inputs[target]})
+    unused = [name for name in inputs if name not in kept]
+    used = (kept, batch[1]) if is_pair else kept
+    return (used if unused else batch), unused
 
 
 def unwrapped(output: Any) -> Any:
-    """Return the logits of a model's output object, "out" of torchvision's networks for segmentation, or the output
-    itself."""
+    """Return the logits of an output object, "out" of torchvision's networks for segmentation, or the output itself."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -237,8 +220,7 @@ def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
 
 
 def inputs_of(batch: Any, arguments: Arguments) -> Any:
-    """Return the inputs of a batch: inputs alone, a dict, a pair (x, y), or a tuple of as many inputs as `forward`
-    needs."""
+    """Return the inputs of a batch: inputs alone, a dict, a pair (x, y), or a tuple of all that `forward` needs."""
     if isinstance(batch, Mapping):
         target = target_name(batch, arguments)
         return {name: value for name, value in batch.items() if name != target}
@@ -275,18 +257,17 @@ IDS, MASK, LABELS, DECODER = "input_ids", "attention_mask", "labels", "decoder_i
 
 
 def shifts_labels(network: nn.Module) -> bool:
-    """Return whether a model of transformers takes a token's label as the target of the token before: causal language
-    models do by the loss `ForCausalLMLoss`, also transformers' default, or by code of their own."""
+    """Return whether a model of transformers takes a token's label as the target of the token before."""
     code = getattr(inspect.unwrap(type(network).forward), "__code__", None)
     if code is None:
         return False
+    # Causal language models shift by `ForCausalLMLoss`, also transformers' default, or by code of their own.
     by_loss = "loss_function" in code.co_names and getattr(network, "loss_type", "") in (None, "ForCausalLM")
     return by_loss or any(name.startswith("shift") for name in code.co_varnames)
 
 
 def next_tokens(labels: Tensor, mask: Tensor | None, ignored: int) -> Tensor:
-    """Return the target of each position, shape (n, T): the label of the next token; `ignored` where there is none, as
-    last and where the attention mask hides padding.
+    """Return each position's target, shape (n, T): the next token's label; `ignored` as last and where that is masked.
 
     >>> next_tokens(torch.tensor([[5, 6, 7, 0]]), torch.tensor([[1, 1, 1, 0]]), -100)
     tensor([[   6,    7, -100, -100]])
@@ -298,10 +279,7 @@ def next_tokens(labels: Tensor, mask: Tensor | None, ignored: int) -> Tensor:
 
 
 def with_decoder_inputs(network: Any, inputs: Mapping[str, Any], labels: Any) -> dict[str, Any]:
-    """Return the inputs of an encoder-decoder with what its decoder reads: the target, each token one place later.
-
-    Without it some models decode from the encoder's own input, and say nothing.
-    """
+    """Return an encoder-decoder's inputs with what its decoder reads: the target, each token one place later."""
     if DECODER in inputs or "decoder_inputs_embeds" in inputs:
         return dict(inputs)
     if labels is None:

@@ -1,6 +1,8 @@
 """A training loader whose batches are functions of (seed, chain, epoch, position), so a run can continue anywhere."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +10,6 @@ import torch.nn.functional as F
 from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import tree_map
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -66,17 +67,13 @@ class ChainBatches(list[Any]):
             return self
         if non_blocking is None:
             non_blocking = device.type not in ("cpu", "mps")
-        if self._stack is None and device.type == "cpu":
-            return ChainBatches(move_data_to_device(list(self), device))
-        if self._stack is None:
+        stack = self._stack
+        if stack is None:
             columns = list(zip(*(pytree.tree_leaves(batch) for batch in self), strict=False))
-            if not all(map(_are_alike, columns)):
+            if device.type == "cpu" or not all(map(_are_alike, columns)):
                 return ChainBatches(move_data_to_device(list(self), device))
-            structure = pytree.tree_structure(self[0])
-            pinned = device.type == "cuda"
+            structure, pinned = pytree.tree_structure(self[0]), device.type == "cuda"
             stack = pytree.tree_unflatten([_stack_in(column, pinned) for column in columns], structure)
-        else:
-            stack = self._stack
         moved = pytree.tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), stack)
         return self.of_stack(moved, len(self))
 
@@ -273,11 +270,8 @@ class ResumableLoader:
         for _ in range(self._length):
             if self._fetch is None:
                 self._fetch = self._begin()
-            if self._belongs_to_run:
+            with nullcontext() if self._belongs_to_run else unchanged_generators(()):
                 batch = self._fetch(self._batches + self._skipped)
-            else:
-                with unchanged_generators(()):
-                    batch = self._fetch(self._batches + self._skipped)
             self._batches += 1
             yield batch
 
@@ -294,7 +288,7 @@ class ResumableLoader:
         items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
         if self.num_workers == 0:
             return lambda batch: items.load_all(batch, [order.indices(batch) for order in orders])
-        stream = _Stream(orders, self._batches + self._skipped)
+        stream: Any = _stream(orders, self._batches + self._skipped)
         loader = DataLoader(
             items, batch_sampler=stream, num_workers=self.num_workers, collate_fn=as_is, pin_memory=self.pin_memory
         )
@@ -333,20 +327,11 @@ class ResumableLoader:
         self._skipped = state_dict["skipped"]
 
 
-class _Stream:
-    """The batch sampler of a loader with workers: for each batch and chain the batch's number, the chain's place and
-    the indices, without an end."""
-
-    def __init__(self, orders: Sequence[BatchOrder], first: int) -> None:
-        self._orders = orders
-        self._first = first
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batch = self._first
-        while True:
-            for place, order in enumerate(self._orders):
-                yield [batch, place, *order.indices(batch).tolist()]
-            batch += 1
+def _stream(orders: Sequence[BatchOrder], first: int) -> Iterator[list[int]]:
+    """Yield for each batch from the first and each chain the batch's number, the chain's place and the indices."""
+    for batch in itertools.count(first):
+        for place, order in enumerate(orders):
+            yield [batch, place, *order.indices(batch).tolist()]
 
 
 class _SeededItems(Dataset[Any]):
@@ -374,7 +359,7 @@ class _SeededItems(Dataset[Any]):
             reseed(derive_seed(self._seed, "augmentation", *self._streams, batch), self._device)
             together = self._dataset.whole_batch(torch.cat(list(indices)))
             chains = len(indices)
-            return ChainBatches.of_stack(tree_map(lambda t: t.unflatten(0, (chains, -1)), together), chains)
+            return ChainBatches.of_stack(pytree.tree_map(lambda t: t.unflatten(0, (chains, -1)), together), chains)
         return ChainBatches(self.load(batch, place, own) for place, own in enumerate(indices))
 
     def load(self, batch: int, place: int, indices: Sequence[int] | Tensor) -> Any:
@@ -423,8 +408,7 @@ SHORTEST = 32
 
 
 def most_tokens(config: Any) -> int | None:
-    """Return how many tokens a network of Hugging Face takes, None if its configuration does not say how and to what
-    its inputs may be padded."""
+    """Return how many tokens a network of Hugging Face takes, None if its configuration lacks that or the padding."""
     if getattr(config, "pad_token_id", None) is None:
         return None
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
@@ -442,11 +426,10 @@ def common_length(length: int, most: int) -> int:
 
 
 def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> list[Any]:
-    """Return the chains' batches of tokens with the length of the longest, if they have an attention mask.
+    """Return the chains' batches of tokens, if they have an attention mask, with the length of the longest.
 
-    A collate function pads a batch to its own longest text, so lengths differ between chains and steps. Masked tokens
-    have no effect. Batches with other entries of that length than a tokenizer's stay as they are. For a compiled
-    network that takes `most` tokens, they get one of a few lengths (`common_length`).
+    For a compiled network that takes `most` tokens, they get one of a few lengths (`common_length`). Batches with other
+    entries of that length than a tokenizer's stay as they are.
     """
     inputs = [batch[0] if isinstance(batch, list | tuple) and batch else batch for batch in batches]
     if not all(isinstance(own, Mapping) and isinstance(own.get("attention_mask"), Tensor) for own in inputs):
@@ -470,8 +453,7 @@ def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> l
 
 
 def with_few_lengths(batch: Any, net: Any) -> Any:
-    """Return a batch to evaluate as a compiled network takes it: a dict with "attention_mask", or a pair of one and a
-    target, is padded unless each token has an output."""
+    """Return a batch of tokens to evaluate, padded as for a compiled network unless each token has an output."""
     config: Any = getattr(net, "config", None)
     most = most_tokens(config)
     labels = batch.get("labels") if isinstance(batch, Mapping) else None

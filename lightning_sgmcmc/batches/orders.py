@@ -109,11 +109,9 @@ def check_all_data_are_taken(spec: OrderSpec, batches: int) -> None:
 class RepeatedOrder(BatchOrder):
     """Base of the orders with sweeps over S mini-batches that come again; replaces `BatchOrder`.
 
-    A sweep has all data, in S = `batches_per_epoch` batches of sizes that differ by one at most (with `drop_last`, of
-    `batch_size` each), since a short batch that stays would give its data a larger weight for the whole run. The sizes
-    depend on the position only, so the batches of several chains can be stacked. An epoch is a sweep. Replicas share a
-    permutation as in `BatchOrder`. Accumulated batches of a step must be the same in every sweep, so a run with A of
-    them, or with EWSG's candidates, is refused unless A divides S and the batches of the trainer's epoch.
+    An epoch is a sweep over all data, in S = `batches_per_epoch` batches of sizes that differ by one at most (with
+    `drop_last`, of `batch_size` each), since a short batch that stays would give its data a larger weight. Accumulated
+    batches of a step must be the same in every sweep: A must divide S and the batches of the trainer's epoch.
     """
 
     repeats: ClassVar[bool] = True

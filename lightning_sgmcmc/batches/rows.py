@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,8 +76,7 @@ class TrainingRows:
         return None if None in sizes else [size for size in sizes if size is not None]
 
     def loader(self, places: Sequence[int], dataset: Any = None, batch_size: int | None = None) -> DataLoader[Any]:
-        """Return a loader of some rows, by their numbers from 0, in their order; without a `batch_size` that of
-        training."""
+        """Return a loader of some rows, by their numbers from 0, in their order, by default in training's batches."""
         assert self.indices is not None
         chosen = places if isinstance(self.indices, range) else [self.indices[place] for place in places]
         part: Subset[Any] = Subset(self.dataset if dataset is None else dataset, chosen)
@@ -86,10 +86,7 @@ class TrainingRows:
 
 
 def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tuple[int, bool]:
-    """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows.
-
-    A given N that is not the number of rows may count something else; `DataWeights` compares it with the batches.
-    """
+    """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows."""
     rows = training_rows(trainer)
     datamodule = getattr(trainer, "datamodule", None)
     declared = getattr(datamodule, "num_data", None)
@@ -114,10 +111,7 @@ def contradiction(given: int, source: str, found: int | None) -> str:
 
 
 def training_rows(trainer: pl.Trainer) -> TrainingRows:
-    """Return the training rows of a run with one training loader; unknown ones for several loaders, or none.
-
-    Rows whose target the module's likelihood does not observe are no data, where targets are in memory.
-    """
+    """Return the rows of a run's training loader, without those whose target in memory is not observed."""
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
     loader, likelihood = trainer.train_dataloader, getattr(trainer.lightning_module, "likelihood", None)
@@ -204,10 +198,14 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
         return TrainingRows(source="the training data set has no length", collate_fn=collate_fn)
     if isinstance(dataset, torch_data.IterableDataset):
         return TrainingRows(source="a stream's length may be an estimate", collate_fn=collate_fn)
-    batches = loader.batch_sampler if loader.batch_size is None else None
-    if batches is None and loader.batch_size is None and isinstance(loader.sampler, torch_data.BatchSampler):
-        batches = loader.sampler  # the data set returns whole batches of indices
-    if batches is None and loader.batch_size is None:
+    by_list = loader.batch_size is None and loader.batch_sampler is None
+    if loader.batch_size is not None:
+        rows = replace(_drawn_by(loader.sampler, dataset), batch_size=loader.batch_size, drop_last=loader.drop_last)
+    elif not by_list:
+        rows = _drawn_in_batches(loader.batch_sampler, dataset)
+    elif isinstance(loader.sampler, torch_data.BatchSampler):  # the data set returns whole batches of indices
+        rows = _drawn_in_batches(loader.sampler, dataset)
+    else:
         return TrainingRows(
             dataset=dataset,
             indices=_drawn_by(loader.sampler, dataset).indices,
@@ -215,17 +213,12 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
             collate_fn=collate_fn,
             whole=True,
         )
-    if batches is None:
-        rows = replace(_drawn_by(loader.sampler, dataset), batch_size=loader.batch_size, drop_last=loader.drop_last)
-    else:
-        rows = _drawn_in_batches(batches, dataset)
-    by_list = loader.batch_size is None and loader.batch_sampler is None
     return replace(
         rows,
         dataset=_Single(dataset) if by_list else dataset,
         count=None if rows.indices is None else len(rows.indices),
         source=rows.source or "the training data set's length",
-        collate_fn=_first_of_one if by_list else collate_fn,
+        collate_fn=operator.itemgetter(0) if by_list else collate_fn,
     )
 
 
@@ -242,7 +235,7 @@ def _drawn_in_batches(batches: Any, dataset: Any) -> TrainingRows:
         return replace(drawn, batch_size=batches.batch_size, drop_last=batches.drop_last)
     epoch = _epoch_of(batches, dataset)
     if epoch is None:
-        return TrainingRows(source=_unknown(batches, None, dataset))
+        return _judged(batches, None, dataset)
     sizes = [len(batch) if isinstance(batch, Sequence) else 1 for batch in epoch]
     drawn = _judged(batches, [index for batch in epoch for index in tree_leaves(batch)], dataset)
     return replace(drawn, batch_size=max(sizes, default=1), is_even=False)
@@ -283,27 +276,21 @@ def _drawn_by(sampler: Any, dataset: Any) -> TrainingRows:
             "so the posterior would be that of other data: pass shuffle=True, and weigh classes in decisions on the "
             "predicted probabilities (or put weights into log_likelihood)"
         )
-    epoch = _epoch_of(sampler, dataset)
-    if epoch is None:
-        return TrainingRows(source=_unknown(sampler, None, dataset))
-    return _judged(sampler, epoch, dataset)
+    return _judged(sampler, _epoch_of(sampler, dataset), dataset)
 
 
-def _judged(sampler: Any, drawn: Sequence[int], dataset: Any) -> TrainingRows:
-    """Return what an epoch of an own sampler shows: all rows once, or nothing certain."""
+def _judged(sampler: Any, drawn: Sequence[int] | None, dataset: Any) -> TrainingRows:
+    """Return what an epoch of an own sampler shows, None if unknown: all rows once, or nothing certain."""
+    source = f"the training loader draws by a {type(sampler).__name__}"
+    if drawn is None:
+        return TrainingRows(source=source)
     if len(drawn) == len(dataset) == len({int(index) for index in drawn}):
         return _all_of(range(len(dataset)))
-    return TrainingRows(source=_unknown(sampler, len(drawn), dataset), share=len(drawn))
-
-
-def _unknown(sampler: Any, drawn: int | None, dataset: Any) -> str:
-    name = type(sampler).__name__
-    if drawn is None:
-        return f"the training loader draws by a {name}"
-    return (
-        f"the training loader draws by a {name}, {drawn} of {len(dataset)} rows in an epoch, and whether these are all "
-        "data is not known; for a part of a data set pass Subset(dataset, indices) to the loader"
+    source += (
+        f", {len(drawn)} of {len(dataset)} rows in an epoch, and whether these are all data is not known; for a part "
+        "of a data set pass Subset(dataset, indices) to the loader"
     )
+    return TrainingRows(source=source, share=len(drawn))
 
 
 def _epoch_of(sampler: Iterable[Any], dataset: Any) -> list[Any] | None:
@@ -331,19 +318,13 @@ class _Single(torch_data.Dataset[Any]):
         return [self._dataset[indices]]
 
 
-def _first_of_one(batches: list[Any]) -> Any:
-    return batches[0]
-
-
 # -- reversal ----------------------------------------------------------------------------------------------------------
 
 
 def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
-    """Return why the batches of trajectories of so many steps are likelier in one direction, and the remedy, or None.
-
-    Independent batches are as likely in both directions, as are those of whole epochs in random order, parts of one
-    such epoch, and whole pairs of `SymmetricOrder`. Of a loader whose order is unknown nothing is said.
-    """
+    """Return why the batches of trajectories of so many steps are likelier in one direction and the remedy, or None."""
+    # As likely in both directions are independent batches, those of whole epochs in random order, parts of one such
+    # epoch, and whole pairs of `SymmetricOrder`.
     if not _order_matters(trainer):
         return None
     loader: Any = trainer.train_dataloader

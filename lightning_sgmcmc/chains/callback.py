@@ -46,8 +46,7 @@ class PlannedSchedule(Protocol):
 
 
 class SampledChains(NamedTuple):
-    """The number of a run's chains that draw samples, and their step size and temperature over those of the
-    schedule."""
+    """How many of a run's chains draw samples, and their step size and temperature over the schedule's."""
 
     number: int
     lr: float
@@ -56,8 +55,7 @@ class SampledChains(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainSizes:
-    """Sizes of a process's chains: sampled parameters of one (`numel`, d), and the bytes of the sampled parameters, and
-    of all tensors that chains do not share, of all."""
+    """Sampled parameters of one chain (d), and the bytes of all chains' sampled parameters and of all their tensors."""
 
     numel: int
     parameters: int
@@ -83,7 +81,7 @@ class RunCallback(pl.Callback):
     """Name of its part of the run's settings, which a resumed run must share; None without settings."""
 
     claims: ClassVar[Mapping[str, str | None]] = {}
-    """Subjects of a step (`chains.claims`) that it takes in a fit, each with the name of its method, if any."""
+    """Subjects of a step (`Claims`) that it takes in a fit, each with the name of its method, if any."""
 
     place: ClassVar[Place | None] = None
     """Where it runs among the library's callbacks, whatever their order in the trainer's list; None leaves it where the
@@ -185,11 +183,7 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A fit in progress, as its callbacks see it.
-
-    Attributes:
-        trainer, module, chains, sampler: of the fit.
-    """
+    """A fit in progress, as its callbacks see it."""
 
     trainer: pl.Trainer
     module: ChainModel
@@ -285,11 +279,7 @@ class SamplerCallback(RunCallback):
         return self._run
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise for a module that does not sample; reset, claim and check at the start of a fit.
-
-        Raises:
-            TypeError: if the module is not a `BayesianModule`.
-        """
+        """Raise for a module that does not sample; reset, claim and check at the start of a fit."""
         module = sampling_module(pl_module, self)
         if stage != "fit":
             return
@@ -310,11 +300,7 @@ class SamplerCallback(RunCallback):
             self.release()
 
     def release(self, failed: bool = False) -> None:
-        """Drop the fit, so that module and callback can be copied; the state can still be saved by one process alone.
-
-        Args:
-            failed: whether an error has ended the fit, so that the state may be lost with it.
-        """
+        """Drop the fit, so that module and callback can be copied; after an error the state may be lost with it."""
         for name in ("log", "log_dict"):  # methods of the module, which Lightning lends to callbacks for a run
             vars(self).pop(name, None)
         if self._run is None:
@@ -341,11 +327,9 @@ class SamplerCallback(RunCallback):
 
 
 class StepClaimant(SamplerCallback):
-    """A callback with a claim that is called before an update; it calls all such claims in the order of a step.
+    """A callback with a claim that is called before an update; it calls all such claims in the order of a step."""
 
-    Only these callbacks have the hook, since each call of it costs a microsecond or two in every step.
-    """
-
+    # Only these callbacks have the hook, since each call of it costs a microsecond or two in every step.
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

@@ -12,13 +12,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.execution import free_graphs, state_of
 from lightning_sgmcmc.chains.layout import ChainLayout, FitSeeds, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
-from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, Pulse, SampleTags
+from lightning_sgmcmc.chains.state import Accumulation, Claims, Counters, ObservedEnergy, Progress, Pulse, SampleTags
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
@@ -147,11 +146,7 @@ class Chains:
         return self.seeds.seed
 
     def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return whether a state dict holds stacked chains while this object's are not stacked yet.
-
-        Raises:
-            ValueError: if they are stacked, and those of the state dict share other tensors.
-        """
+        """Return whether a state dict holds stacked chains while this object's are not stacked yet."""
         if self.stacked is not None:
             self.sharing.check_state(state_dict)
         if self.num_chains == 1 or self.stacked is not None:
@@ -161,8 +156,7 @@ class Chains:
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
-        """Select one chain, by its index in this process: inside the context, the model is that chain's ordinary
-        network."""
+        """Select one chain, by its index in this process: inside the context, the model is its ordinary network."""
         if not 0 <= chain < self.num_chains:
             raise IndexError(f"chain must be between 0 and {self.num_chains - 1}, got {chain}")
         if self.stacked is None:
@@ -179,8 +173,7 @@ class Chains:
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
-        """Return a control for this process's chains from one number for all, or one per chain of the run: shape
-        (C,)."""
+        """Return a control for this process's chains, shape (C,), from one number for all or one per chain of a run."""
         if isinstance(value, int | float):
             return value
         total = self.layout.total_chains
@@ -192,11 +185,7 @@ class Chains:
     def make_sampler(
         self, factory: Callable[..., Any], lr: "StepSize | None", temperature: float | Sequence[float]
     ) -> Sampler:
-        """Return a sampler for the trainable parameters, with N, the seed and the number of chains filled in.
-
-        The step size is that of all chains, one per chain of the run, or by name pattern; None uses the sampler's
-        default.
-        """
+        """Return a sampler for the trainable parameters, with N, the seed and the number of chains filled in."""
         options: dict[str, Any] = {
             "num_data": self.observed.num_data,
             "temperature": self.own_control("temperature", temperature),
@@ -241,8 +230,7 @@ class Chains:
         first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
         # A data-parallel wrapper sees only the stacked parameters.
-        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
-        self.energies.through_stack = wrapped and self.stacked is not None
+        self.energies.through_stack = _is_wrapped(trainer) and self.stacked is not None
 
     def end_energies(self) -> None:
         """Drop the objects of a fit, so that the model can be copied and pickled, and free its CUDA graphs."""
@@ -290,20 +278,18 @@ class Chains:
     # -- gradients ----------------------------------------------------------------------------------------------------
     #
     # They arrive in the parameters themselves; in the slices of stacked chains that are computed one after another; or
-    # in the rows of one tensor, from which a step over all tensors costs one operation (see `FlatParameters`).
+    # in the rows of one tensor, where a step over all tensors costs one operation.
 
     def flatten(self, sampler: Sampler, trainer: pl.Trainer) -> None:
-        """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it.
-
-        It gains with several chains, and with a compiled network on a GPU. A data-parallel wrapper has gradients of its
-        own.
-        """
+        """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it: with
+        several chains, and with a compiled network on a GPU."""
         self.unflatten(sampler)
-        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
         gains = self.stacked is not None or fused
-        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
+        # A data-parallel wrapper has gradients of its own.
+        gains = gains and not _is_wrapped(trainer)
+        if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
             self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
 
     def unflatten(self, sampler: Sampler | None) -> None:
@@ -319,13 +305,9 @@ class Chains:
         return self.flat is not None and (self.stacked is None or self.execution != "loop")
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients in as few tensors as hold them, with a leading axis of chains where there are several;
-        writing to them changes the gradients."""
+        """Return the gradients themselves in as few tensors as hold them, with a leading axis where C > 1."""
         if self.flat is not None and self.flat.holds_gradients:
             return [self.flat.gradients]
-        return self._of_parameters()
-
-    def _of_parameters(self) -> list[Tensor]:
         return [p.grad for p in self.trainable.values() if p.grad is not None]
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -377,23 +359,22 @@ class Chains:
         if self.energies is not None:
             self.energies.keep_gradients(self.trainable.values())
 
-    @property
-    def clips_by_chain(self) -> bool:
-        """Whether `clip_gradients` clips; Lightning does it for the tensors of one chain."""
-        return self.stacked is not None or self._clips_rows
-
-    @property
-    def _clips_rows(self) -> bool:
-        """Whether gradients are clipped as the rows of one tensor; on a CPU they are clipped tensor by tensor."""
-        return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
-
-    def clip_gradients(self, limit: float) -> None:
-        """Scale each chain's gradient down to a norm of at most `limit`; on a CPU bit for bit as alone."""
-        if self.flat is not None and self._clips_rows:
-            clip = compiled(clip_rows) if self.flat.fused else clip_rows
-            clip(self.flat.gradients, limit)
+    def clip_gradients(self, limit: float) -> bool:
+        """Scale each chain's gradient down to a norm of at most `limit`; return False for what Lightning can clip, the
+        tensors of one chain."""
+        flat = self.flat
+        if flat is not None and flat.holds_gradients and flat.gradients.device.type != "cpu":
+            clip = compiled(clip_rows) if flat.fused else clip_rows
+            clip(flat.gradients, limit)
+        elif self.stacked is not None:  # on a CPU, tensor by tensor, bit for bit as alone
+            clip_each_chain([p.grad for p in self.trainable.values() if p.grad is not None], limit)
         else:
-            clip_each_chain(self._of_parameters(), limit)
+            return False
+        return True
+
+
+def _is_wrapped(trainer: pl.Trainer) -> bool:
+    return isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
 
 
 class ChainModel(EnergyModel):
@@ -486,11 +467,7 @@ def groups_by_pattern(
     lr: "Mapping[str, EachChain]",
     own_control: "Callable[[str, EachChain], Control]",
 ) -> list[dict[str, Any]]:
-    """Return parameter groups, one for each pattern, with the patterns as their names.
-
-    Args:
-        lr: step sizes by pattern (shell-style); the first one that matches a parameter's name applies.
-    """
+    """Return parameter groups, one for each pattern, whose name it is; a parameter's first one applies."""
     groups: dict[str, dict[str, Any]] = {}
     for pattern, value in lr.items():
         control = own_control(f"lr of '{pattern}'", value)

@@ -1,23 +1,32 @@
-"""Energies of several chains: computed one after another or all at once, compiled or not."""
+"""Ũ/N of several chains: one after another or all at once, compiled or not; and the densities that it is made of."""
 
+import operator
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_alike
-from lightning_sgmcmc.chains.density import Densities, vmap_refusal
-from lightning_sgmcmc.chains.execution import homes_of
-from lightning_sgmcmc.chains.row_energies import RowEnergies, weighed
+from lightning_sgmcmc.chains.execution import (
+    StatelessCall,
+    convolutions_of,
+    homes_of,
+    state_of,
+    unrolled_is_faster,
+)
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.weights import FirstBatches
+from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
-from lightning_sgmcmc.model import EnergyModel, check_shape
-from lightning_sgmcmc.priors.held import without_held
-from lightning_sgmcmc.priors.state import prior_state
+from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
+from lightning_sgmcmc.priors.state import is_prior_state, prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
@@ -54,17 +63,18 @@ class ChainEnergies:
         """What the prior is a function of: the model's own tensors by name."""
         self._vmapped = execution in ("auto", "vmap") and chains is not None
         self._densities = Densities(model)
+        on_cuda = model.device.type == "cuda"
         compiler = None
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
-            name = f"the network of {type(model).__name__}"
-            compiler = partial(compiled_if_possible, name, needed=compiled != "auto")
-        self.replays = compiler is not None and model.device.type == "cuda"
+            name, mode = f"the network of {type(model).__name__}", "reduce-overhead" if on_cuda else None
+            compiler = partial(compiled_if_possible, name, needed=compiled != "auto", dynamic=False, mode=mode)
+        self.replays = compiler is not None and on_cuda
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
         self._rows: RowEnergies | None = None
         if flat is not None and (execution != "loop" or chains is None):
             unrolled = None if execution == "auto" else execution == "unrolled"
-            self._rows = RowEnergies(model, chains, flat, num_data, compiler, unrolled)
+            self._rows = RowEnergies(model, self._densities, chains, flat, num_data, compiler, unrolled)
         model.accepted_arguments  # noqa: B018  # found now, since a compiler cannot read signatures
         config = getattr(getattr(model, "net", None), "config", None)
         self._pad = int(getattr(config, "pad_token_id", None) or 0)
@@ -143,7 +153,7 @@ class ChainEnergies:
         return batch if all(new is old for new, old in zip(used, batch, strict=True)) else ChainBatches(used)
 
     def _of_rows(
-        self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool, factor: float | None
+        self, rows: "RowEnergies", batch: Any, keeps_each: bool, looks: bool, factor: float | None
     ) -> StepEnergy:
         try:
             loss, (potential, log_prior), each = rows(batch, factor)
@@ -167,7 +177,7 @@ class ChainEnergies:
             if seed_chain is not None:
                 seed_chain(chain)
             with chains.swapped(tensors):
-                of_prior: Mapping[str, Tensor] = chains.of_prior(chain)
+                of_prior: Mapping[str, Tensor] = chains.of_prior[chain]
                 if through_stack:
                     present = dict(zip(chains.names, tensors, strict=True))
                     of_prior = {name: present[name] for name in of_prior}
@@ -207,8 +217,7 @@ class ChainEnergies:
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
         function = self._densities.log_likelihoods if self._vmapped else self._densities.log_likelihood
-        mode = "reduce-overhead" if self.replays else None
-        compiled: Callable[..., Tensor] = compiler(function, varies=1, dynamic=False, mode=mode)
+        compiled: Callable[..., Tensor] = compiler(function, varies=1)
         if not self.replays:
             return compiled
 
@@ -222,8 +231,7 @@ class ChainEnergies:
         return replayed
 
     def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Allocate zero gradients for parameters whose gradients come from a CUDA graph, which overwrites its outputs
-        at each replay, so already at the next micro-batch."""
+        """Allocate zero gradients, where they come from a CUDA graph, which overwrites its outputs at each replay."""
         if not self.replays:
             return
         for parameter in parameters:
@@ -240,10 +248,242 @@ def _excess(each: Tensor, factor: float | None) -> Tensor | None:
     return (weighed(each, factor) - weighed(each, None)).sum()
 
 
-def each_log_likelihood(model: EnergyModel, num_chains: int, batch: Any) -> Tensor:
-    """Return log p(y|x,θ) of each datum of a batch at every chain's state, shape (C, n)."""
-    each = []
-    for chain in range(num_chains):
-        with model.at_chain(chain):
-            each.append(model.log_likelihood(batch))
-    return torch.stack(each)
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class RowEnergies:
+    """Computes Ũ/N of all chains at once, with the gradient in `FlatParameters.gradients`.
+
+    With a compiler, network and prior are one compiled function, which CUDA replays as a graph.
+
+    Args:
+        chains: its stacked tensors; None for a single unstacked chain.
+        unrolled: whether the chains are written out one by one instead of `torch.vmap`; None measures which is faster
+            where graphs are replayed, and is `torch.vmap` elsewhere, unless vmap cannot run a layer (an LSTM).
+    """
+
+    def __init__(
+        self,
+        model: EnergyModel,
+        densities: "Densities",
+        chains: StackedChains | None,
+        flat: FlatParameters,
+        num_data: int,
+        compiler: Callable[..., Any] | None,
+        unrolled: bool | None = False,
+    ) -> None:
+        self._model = model
+        self._chains = chains
+        self._flat = flat
+        self._num_data = num_data
+        place = {id(p): i for i, p in enumerate(flat.parameters)}
+        named = state_of(model) if chains is None else dict(zip(chains.names, chains.stacked, strict=True))
+        columns = sorted((place[id(t)], name) for name, t in named.items() if id(t) in place)
+        self._names = [name for _, name in columns]
+        """The sampled parameters, in the order of the columns."""
+        self._others = {name: tensor for name, tensor in named.items() if id(tensor) not in place}
+        """Frozen parameters, buffers and the prior's tensors."""
+        self._densities = densities
+        sampled = dict(zip(self._names, flat.parameters, strict=True))
+        self._held = self._densities.held
+        self._columns = sampled_columns(self._with_axis(sampled), self._held, 1)
+        """The stretches of columns that are sampled, if a row of some parameter is held."""
+        # On a CPU the sum over tensors stays as it is, bit for bit.
+        self._of_rows = None
+        if not self._densities.has_own_prior and (compiler is not None or flat.values.device.type != "cpu"):
+            everything = self._with_axis(sampled | _of_prior(self._others))
+            self._of_rows = model.prior.of_rows(without_held(everything, self._held, 1))
+        self._replays = compiler is not None and flat.values.device.type == "cuda"
+        self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
+        self._factor = torch.ones_like(self._inverse)
+        self._compiled = self._compile(compiler) if compiler is not None else None
+        self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
+        self._may_unroll = unrolled is None and chains is not None
+
+    def follow(self, num_data: int) -> None:
+        """Take another N, for data that grow."""
+        self._num_data = num_data
+        self._inverse.fill_(1 / num_data)
+
+    def __call__(self, batch: Any, factor: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and
+        log p(y|x,θ) of each datum, shape (C, n). The next replay of a graph overwrites the first and the last."""
+        own = isinstance(batch, ChainBatches)
+        if own:
+            batch = batch.stacked() if self._chains is not None else batch[0]
+        axis = 0 if own and self._chains is not None else None
+        if self._unrolled is None:
+            self._unrolled = self._measured(batch if axis is None else pytree.tree_map(lambda t: t[0], batch))
+        if not self._may_unroll:
+            return self._found(batch, axis, factor)
+        self._may_unroll = False
+        try:
+            return self._found(batch, axis, factor)
+        except RuntimeError as error:
+            if "vmap" not in str(error) and "atching rule" not in str(error):
+                raise
+            rank_zero_info(f"torch.vmap cannot run the network ({str(error).splitlines()[0]}): chains run one by one.")
+            self._unrolled = True
+            return self._found(batch, axis, factor)
+
+    def _found(self, batch: Any, axis: int | None, factor: float | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self._compiled is None:
+            return self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data, factor)
+        weight = None if factor is None else self._factor.fill_(factor)
+        loss, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse, weight)
+        return loss, numbers.clone(), each
+
+    def _energies(
+        self,
+        leaf: Tensor,
+        others: Mapping[str, Tensor],
+        batch: Any,
+        batch_axis: int | None,
+        inverse: Tensor | float,
+        factor: Tensor | float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        named = dict(zip(self._names, self._flat.split(leaf), strict=True))
+        # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
+        if self._chains is None:
+            each = self._densities.log_likelihood({**named, **others}, batch)[None]
+        elif self._unrolled:
+            chains = range(self._chains.num_chains)
+            own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
+            columns: dict[str, Any] = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
+            states = [{name: column[c] for name, column in columns.items()} for c in chains]
+            each = torch.stack([self._densities.log_likelihood(states[c], own[c]) for c in chains])
+        else:
+            each = self._densities.log_likelihoods({**named, **others}, batch, batch_axis)
+        check_shape(each, chains=True)
+        log_prior, mean = self._log_prior(leaf, named, others), weighed(each, factor)
+        if isinstance(inverse, Tensor):
+            potential = torch.addcmul(mean, log_prior, inverse).neg()
+        else:
+            potential = torch.add(mean, log_prior, alpha=inverse).neg()
+        return potential.sum(), torch.stack([potential.detach(), log_prior.detach()]), each.detach()
+
+    def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
+        everything = {**named, **others}
+        if self._densities.has_own_prior and self._chains is None:
+            return torch.stack([self._densities.log_prior(everything)])
+        state = self._with_axis(_of_prior(others))
+        if self._of_rows is not None:
+            rows = torch.cat([leaf[:, part] for part in self._columns], 1) if self._held else leaf
+            return self._of_rows(rows, state)
+        entries = without_held({**self._with_axis(named), **state}, self._held, 1)
+        return self._densities.log_priors(everything, entries)
+
+    def _with_axis(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with a leading axis of chains."""
+        return {name: tensor[None] if self._chains is None else tensor for name, tensor in tensors.items()}
+
+    def _measured(self, batch: Any) -> bool:
+        """Return whether written out chains are faster, from the first chain's convolutions on its batch."""
+        assert self._chains is not None
+        model = self._model
+        with at_first_chain(model, self._chains, batch) as first, convolutions_of(model) as convolutions:
+            model.log_likelihood(first)
+        device = self._flat.values.device
+        faster = unrolled_is_faster(convolutions, self._chains.num_chains, device)
+        if faster:
+            rank_zero_info("The chains' convolutions are faster one by one on this GPU, so they are not grouped.")
+        return faster
+
+    def _compile(self, compiler: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(self._energies, varies=2)
+        if not self._replays:
+            return compiled
+        for tensor in (self._flat.leaf, self._inverse, self._factor, *self._others.values()):
+            torch._dynamo.mark_static_address(tensor)
+
+        def replayed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+            # A CUDA graph writes its outputs and buffers to the same memory at every step.
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(*arguments)
+
+        return replayed
+
+
+def weighed(each: Tensor, factor: Tensor | float | None) -> Tensor:
+    """Return the log-likelihood's part of -Ũ/N: the mean of log p(y|x,θ), or the sum times a factor."""
+    return each.mean(-1) if factor is None else each.sum(-1) * factor
+
+
+def _of_prior(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if is_prior_state(name)}
+
+
+# -- densities ---------------------------------------------------------------------------------------------------------
+
+
+State = Mapping[str, Tensor]
+
+
+class Densities:
+    """log p(y|x,θ) and log p(θ) of a model as functions of tensors by name.
+
+    A `log_prior` of the user's own is a function of all tensors, and a `Prior` of its entries: the sampled parameters
+    without held rows, and the tensors of the prior. With `marginal` the scales of a `HierarchicalPrior` are integrated
+    out.
+    """
+
+    def __init__(self, model: EnergyModel, marginal: bool = False) -> None:
+        self._model = model
+        self._prior = model.prior
+        self._likelihood = StatelessCall(model, type(model).log_likelihood)
+        self._own_prior = StatelessCall(model, type(model).log_prior)
+        self._marginal = model.prior if marginal and isinstance(model.prior, HierarchicalPrior) else None
+        self.has_own_prior = overrides(model, "log_prior")
+        """Whether log p(θ) is a method of the user's and not the prior's."""
+        self.held = held_rows(model)
+        """The row of each parameter that is not sampled."""
+
+    def log_likelihood(self, state: State, batch: Any) -> Tensor:
+        """Return log p(y|x,θ) of each datum at a state, shape (n,)."""
+        each: Tensor = self._likelihood.call(state, batch)
+        return each
+
+    def log_likelihoods(
+        self, stacked: State, batch: Any, batch_axis: int | None = None, randomness: str = "different"
+    ) -> Tensor:
+        """Return log p(y|x,θ) of each datum at C states, shape (C, n); `batch_axis` is that of the states, if any."""
+        over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness=randomness)
+        each: Tensor = over_chains(stacked, batch)
+        return each
+
+    def log_prior(self, state: State) -> Tensor:
+        """Return log p(θ) at a state, shape (); those of its tensors are sampled that require gradients."""
+        found: Tensor = self._own_prior.call(state)
+        return found
+
+    def log_priors(self, stacked: State, entries: State) -> Tensor:
+        """Return log p(θ) at C states, shape (C,); `entries` are what a prior is a function of."""
+        if self.has_own_prior:
+            found: Tensor = torch.vmap(self._own_prior.call)(stacked)
+            return found
+        return self._of_entries(entries, True)
+
+    def present_log_prior(self, sampled: State) -> Tensor:
+        """Return log p(θ) at the state that the model holds, shape (); `sampled` are its entries with held rows."""
+        if self.has_own_prior:
+            return self._model.log_prior()
+        return self._of_entries(without_held(sampled, self.held), False)
+
+    def _of_entries(self, entries: State, chains: bool) -> Tensor:
+        if self._marginal is not None:
+            return self._marginal.log_marginal(entries, chains=chains)
+        return self._prior.log_prob_of_chains(entries) if chains else self._prior.log_prob(entries)
+
+
+def vmap_refusal(error: RuntimeError, model: nn.Module) -> Exception:
+    """Return an error that names the layer that `torch.vmap` cannot run; the error itself for another cause."""
+    if "out of memory" in str(error) or type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
+        return error
+    names = {id(part): f"'{name}' ({type(part).__name__})" for name, part in model.named_modules() if name}
+    layer = "a layer"
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost one
+        layer = names.get(id(frame.f_locals.get("self")), layer)
+    return RuntimeError(
+        f"torch.vmap cannot run {layer} for all chains at once ({str(error).splitlines()[0]}): pass "
+        "chain_execution='loop' to the module, which runs one chain after another"
+    )

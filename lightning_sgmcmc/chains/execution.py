@@ -1,8 +1,10 @@
 """Calls of a module with the states of several samples: all at once, or one after another."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -11,7 +13,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.compiling import compiled_if_possible
-from lightning_sgmcmc.expansion import PLAIN, collapsed, expansions_of
+from lightning_sgmcmc.expansion import PLAIN, collapsed, expansions_of, plain_type
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.seeding import derive_seed, unchanged_torch_generators
 
@@ -28,11 +30,7 @@ def dropout_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels: bool = False) -> Tensor:
-    """Return a mask of a layer's input, 1/(1-p) with probability 1-p, else 0, shape (1, …), in the host's memory.
-
-    Each layer, by its name in the network, has its own; `shape` is the input's, the batch first. With `whole_channels`
-    all elements of a channel, the second axis, have one value.
-    """
+    """Return a layer's mask for inputs of a shape, 1/(1-p) with probability 1-p, else 0, shape (1, …), on the CPU."""
     own = (1, *shape[1:2], *[1] * (len(shape) - 2)) if whole_channels else (1, *shape[1:])
     generator = torch.Generator().manual_seed(derive_seed(seed, "mask", name))
     kept = torch.rand(own, generator=generator) >= p
@@ -42,22 +40,18 @@ def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels:
 @contextmanager
 def masked(module: nn.Module, seed: int) -> Iterator[None]:
     """Within the context, every dropout layer multiplies its input by the mask of this seed."""
-    hooks = [
-        layer.register_forward_hook(_multiply(seed, name, layer)) for name, layer in dropout_layers(module).items()
-    ]
+
+    def multiply(name: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        own = mask(seed, name, tuple(output.shape), layer.p, isinstance(layer, WHOLE_CHANNELS))
+        return inputs[0] * own.to(output)
+
+    layers = dropout_layers(module).items()
+    hooks = [layer.register_forward_hook(partial(multiply, name)) for name, layer in layers]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _multiply(seed: int, name: str, layer: Any) -> Callable[..., Tensor]:
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        own = mask(seed, name, tuple(output.shape), layer.p, isinstance(layer, WHOLE_CHANNELS))
-        return inputs[0] * own.to(output)
-
-    return hook
 
 
 # -- stateless ---------------------------------------------------------------------------------------------------------
@@ -87,8 +81,7 @@ def homes_of(module: nn.Module) -> dict[str, list[Home]]:
 
 
 def network_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return what samples and stores have: what `state_of` returns, without the tensors of the prior, and with the
-    products of expanded weights."""
+    """Return what samples have: `state_of` without the prior's tensors, and with the products of expanded weights."""
     named = collapsed(dict(module.named_parameters()), module) | dict(module.named_buffers())
     return {name: tensor for name, tensor in named.items() if not is_prior_state(name)}
 
@@ -111,8 +104,7 @@ def put(homes: Sequence[Home], tensor: Tensor) -> None:
 
 
 class StatelessCall(nn.Module):
-    """Calls `function(module, *args)` with a sample's tensors; the module's own parameters and buffers are
-    unchanged."""
+    """Calls `function(module, *args)` with a sample's tensors; the module's own ones are unchanged."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -124,8 +116,7 @@ class StatelessCall(nn.Module):
         return self._function(self.module, *args)
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
-        """Call the function with the tensors of `state`, by the module's own names; with a seed of dropout masks in it,
-        dropout is active with these masks."""
+        """Call the function with the tensors of `state`, by the module's names, and the masks of its seed, if any."""
         renamed = self._renamed
         own = {f"module.{renamed.get(name, name)}": tensor for name, tensor in state.items() if name != MASK_SEED}
         if len(own) == len(state):
@@ -165,11 +156,8 @@ MOST = 16
 
 
 def runs_at_once(device: torch.device) -> bool:
-    """Return whether several states run at once on a device.
-
-    On a CPU they run one after another: vmapped convolutions are grouped ones there, 2.5 times as slow for ResNet-20
-    and batches of 100, and vmap gains nothing for a perceptron, since no kernels are launched.
-    """
+    """Return whether several states run at once on a device."""
+    # On a CPU vmapped convolutions are 2.5 times as slow (ResNet-20), and a perceptron gains nothing.
     return device.type != "cpu"
 
 
@@ -179,8 +167,7 @@ def dtype_of(state: State) -> torch.dtype:
 
 
 def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most: int) -> Iterator[list[Sample]]:
-    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes
-    but for one alone."""
+    """Yield samples in lists that may run together: up to `most`, of one dtype, and at most `LARGEST_GROUP` bytes."""
     group: list[Sample] = []
     room, kind = 0.0, torch.float32
     for sample in samples:
@@ -196,8 +183,7 @@ def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most
 
 
 class States:
-    """The states of several samples of one network on one device, parameters and buffers by name, for
-    `TogetherCall`."""
+    """The states of several samples of one network on one device, parameters and buffers by name."""
 
     def __init__(self, states: Sequence[State]) -> None:
         self.each: list[State] = list(states)
@@ -235,15 +221,13 @@ class States:
         if len(self) <= most:
             return [self]
         if self._parts[0] != most:
-            self._parts = most, [self._part(slice(first, first + most)) for first in range(0, len(self), most)]
+            self._parts = most, []
+            for own in (slice(first, first + most) for first in range(0, len(self), most)):
+                part = States(self.each[own])
+                if self._stacked is not None:  # it is not copied again
+                    part._stacked = {name: tensor[own] for name, tensor in self._stacked.items()}
+                self._parts[1].append(part)
         return self._parts[1]
-
-    def _part(self, own: slice) -> "States":
-        """Return some of the states; what is stacked already is not copied again."""
-        part = States(self.each[own])
-        if self._stacked is not None:
-            part._stacked = {name: tensor[own] for name, tensor in self._stacked.items()}
-        return part
 
 
 class TogetherCall:
@@ -318,11 +302,7 @@ class _Held:
 
 
 def free_graphs() -> None:
-    """Free the memory of CUDA graphs after a fit that replayed them.
-
-    Torch frees it with all compiled code of the process: the activations of all chains are worth the seconds to
-    compile.
-    """
+    """Free the memory of CUDA graphs after a fit that replayed them, which torch does with all compiled code."""
     if _Held.contexts:
         _Held.waiting = True
         return
@@ -340,3 +320,106 @@ def graphs_kept() -> Iterator[None]:
         _Held.contexts -= 1
         if _Held.waiting:
             free_graphs()
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+# Which form of one function of all chains is faster on a GPU: `torch.vmap`, or the chains written out one by one.
+#
+# `torch.vmap` makes one grouped convolution of the chains' convolutions, for which cuDNN may have no fast kernel, and
+# one batched product of their matrices, which is fast. So only convolutions are measured.
+
+Seconds = Callable[[Callable[[], Any]], float]
+MOST_CHAINS = 8
+"""Written out for more chains, a deep network takes too long to compile."""
+REPEATS = 5
+_KNOWN: dict[tuple[Any, ...], bool] = {}
+
+
+class Convolution(NamedTuple):
+    """What a convolution's time depends on."""
+
+    function: Callable[..., Tensor]
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    options: tuple[Any, ...]
+    groups: int
+    dtype: torch.dtype
+
+
+@contextmanager
+def convolutions_of(model: nn.Module) -> Iterator[list[Convolution]]:
+    """Record the convolution layers that a model calls inside the context."""
+    functions: dict[type[nn.Module], Callable[..., Tensor]] = {
+        nn.Conv1d: nn.functional.conv1d,
+        nn.Conv2d: nn.functional.conv2d,
+        nn.Conv3d: nn.functional.conv3d,
+    }
+    found: list[Convolution] = []
+
+    def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        lower = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if lower else x.dtype
+        options = layer.stride, layer.padding, layer.dilation
+        shapes = tuple(x.shape), tuple(layer.weight.shape)
+        found.append(Convolution(functions[plain_type(layer)], *shapes, options, layer.groups, dtype))
+
+    handles = [part.register_forward_pre_hook(note) for part in model.modules() if plain_type(part) in functions]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def unrolled_is_faster(
+    convolutions: Sequence[Convolution], chains: int, device: torch.device, seconds: Seconds | None = None
+) -> bool:
+    """Return whether each chain's own convolutions take less time than grouped ones, as measured once in a process."""
+    if not convolutions or chains > MOST_CHAINS:
+        return False
+    key = (*sorted(map(repr, convolutions)), chains, str(device))
+    if key not in _KNOWN:
+        total = {True: 0.0, False: 0.0}
+        measure = kernel_seconds if seconds is None else seconds
+        for convolution, count in Counter(convolutions).items():
+            for apart in total:
+                total[apart] += count * measure(_pass(convolution, chains, device, apart))
+        _KNOWN[key] = 0 < total[True] < total[False]
+    return _KNOWN[key]
+
+
+def _pass(convolution: Convolution, chains: int, device: torch.device, apart: bool) -> Callable[[], Any]:
+    """Return a forward and backward pass of all chains' convolutions, each apart or all in groups."""
+    count, channels, *place = convolution.input
+    outputs, inside, *kernel = convolution.weight
+    times, widths = (chains, 1) if apart else (1, chains)
+    options: dict[str, Any] = {"dtype": convolution.dtype, "device": device, "requires_grad": True}
+    inputs = [torch.zeros((count, widths * channels, *place), **options) for _ in range(times)]
+    weights = [torch.zeros((widths * outputs, inside, *kernel), **options) for _ in range(times)]
+
+    def run() -> None:
+        for x, weight in zip(inputs, weights, strict=True):
+            groups = widths * convolution.groups
+            result = convolution.function(x, weight, None, *convolution.options, groups)
+            torch.autograd.grad(result, (x, weight), torch.ones_like(result))
+
+    return run
+
+
+def kernel_seconds(call: Callable[[], Any]) -> float:
+    """Return the seconds that the device's kernels of a call take, 0 where the profiler sees none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(REPEATS):
+                call()
+            torch.cuda.synchronize()
+    except (AssertionError, RuntimeError):  # a torch or a machine whose profiler cannot see the device
+        return 0.0
+    return sum(event.self_device_time_total for event in profiled.key_averages()) / REPEATS / 1e6

@@ -121,14 +121,12 @@ def mean_over_ranks(tensor: Tensor, device: torch.device, ranks: int, group: Any
 
 
 def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
-    """Return how a trainer's strategy lays out the chains, with C in each process; without a trainer there is one
-    process."""
+    """Return how a trainer's strategy lays out the chains, C in each process; one process without a trainer."""
     if trainer is None:
         return ChainLayout(num_chains=num_chains, total_chains=num_chains)
     strategy = trainer.strategy
-    laid_out = getattr(strategy, "chain_layout", None)
-    if laid_out is not None:
-        layout: ChainLayout = laid_out(num_chains)
+    if hasattr(strategy, "chain_layout"):
+        layout: ChainLayout = strategy.chain_layout(num_chains)
         return layout
     return ChainLayout(0, num_chains, num_chains, trainer.world_size, trainer.global_rank, strategy)
 
@@ -145,12 +143,8 @@ class ProcessRuns:
     """
 
     def __init__(self) -> None:
-        self._first: dict[int, str] = {}
-        """By seed, the place of its first run."""
-        self._unmoved: dict[tuple[int, str], int] = {}
-        """By seed and place, the runs that left the generator where it was."""
-        self._counts: dict[int, int] = {}
-        """By seed, its runs."""
+        self._made: list[tuple[int, str, bool]] = []
+        """The seed and the place of each earlier run, and whether it left the generator there."""
         self._begun: tuple[int, str] | None = None
 
     def seed(self, place: str, launched: bool) -> int:
@@ -163,12 +157,12 @@ class ProcessRuns:
         self._begun = (seed, place)
         if launched:
             return derive_seed(seed, "run", place)
+        places = [where for own, where, _ in self._made if own == seed]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Lightning seeds such processes anew at each fit, so their places are alike: they count.
-            earlier = self._counts.get(seed, 0)
-            return derive_seed(seed, "run", "number", earlier) if earlier else seed
-        earlier = self._unmoved.get(self._begun, 0)
-        if not earlier and self._first.get(seed, place) == place:
+            return derive_seed(seed, "run", "number", len(places)) if places else seed
+        earlier = self._made.count((seed, place, True))
+        if not earlier and (not places or places[0] == place):
             return seed
         return derive_seed(seed, "run", place, earlier)
 
@@ -176,11 +170,8 @@ class ProcessRuns:
         """Count the run that took the last seed, once it has made a step."""
         if self._begun is None:
             return
-        (seed, place), begun, self._begun = self._begun, self._begun, None
-        self._counts[seed] = self._counts.get(seed, 0) + 1
-        self._first.setdefault(seed, place)
-        if present_place() == place:
-            self._unmoved[begun] = self._unmoved.get(begun, 0) + 1
+        (seed, place), self._begun = self._begun, None
+        self._made.append((seed, place, present_place() == place))
 
 
 RUNS = ProcessRuns()
@@ -269,19 +260,14 @@ def stated_seed(text: str) -> int:
 
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta | None, backend: str | None = None) -> Any:
-    """Return a group of some ranks, or of all; all ranks of the run make each group, in the same order. The backend
-    "gloo" is for tensors in host memory."""
+    """Return a group of some ranks, or of all, as all ranks of the run do; "gloo" is for tensors in host memory."""
     with naming_the_network():
         return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
 
 @contextmanager
 def naming_the_network() -> Iterator[None]:
-    """Let an error of gloo's connections name what the user can set.
-
-    gloo connects by the address of the host's own name, which on many clusters is none of the network between the
-    nodes.
-    """
+    """Let an error of gloo, which connects by the address of the host's own name, name what the user can set."""
     try:
         yield
     except RuntimeError as error:

@@ -1,5 +1,6 @@
 """Posterior samples from the chains' current states, drawn, packed and sent to the host."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -102,8 +103,7 @@ def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> Sa
 
 
 def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
-    """Return the samples' log-weights, shape (S,), float64, with one constant for all: the records', or normalised
-    within each chain if those are not comparable."""
+    """Return the log-weights, shape (S,), float64: the records', or normalised within each chain if not comparable."""
     log_weights = torch.tensor([record.log_weight for record in records], dtype=torch.float64)
     if all(record.comparable for record in records):
         return log_weights
@@ -122,8 +122,7 @@ def on_cpu(sample: PosteriorSample) -> PosteriorSample:
 
 
 class HostCopies:
-    """Copies of tensors in pinned host memory, which a CUDA device makes while the host continues; one event says that
-    all are complete. Tensors on other devices are copied at once. The originals may be changed afterwards."""
+    """Copies of tensors in host memory, pinned for a CUDA device, which makes them while the host continues."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: Any = None
@@ -153,10 +152,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class FlatStates:
-    """Copies of the states of C chains: for each dtype one tensor (C, P), with a row for each chain.
+    """Copies of the states of C chains, one tensor (C, P) for each dtype; `parts` have a leading axis where C > 1.
 
     Each tensor begins at an even column, so that pairs of numbers in its last axis can be viewed as complex ones.
-    `parts` are the parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Tensor]], num_chains: int) -> None:
@@ -180,7 +178,7 @@ class FlatStates:
                 self._ends.setdefault(dtype, {})[kind] = sum(piece.shape[1] for piece in pieces)
         self.flat = {dtype: torch.cat(pieces, 1) for dtype, pieces in rows.items()}
 
-    def of_chain(self, row: int, flat: Mapping[torch.dtype, Tensor] | None = None) -> Parts:
+    def of_chain(self, row: int, flat: Mapping[torch.dtype, Tensor] | None = None) -> dict[str, Any]:
         """Return a chain's tensors, which are views; `flat`, copies of the flat states, is read instead."""
         flat = self.flat if flat is None else flat
         found: Parts = {part: {} for part in PARTS}
@@ -192,10 +190,8 @@ class FlatStates:
         return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:
-        """Return for each chain, shape (C,), whether a parameter or running statistic may be NaN or infinite, or
-        another buffer NaN (masks often have infinities). A sum of finite numbers may overflow, so a suspect is to be
-        examined.
-        """
+        """Return for each chain, shape (C,), whether a number may be NaN or infinite, or of another buffer NaN."""
+        # Masks often have infinities. A sum of finite numbers may overflow, so a suspect is to be examined.
         found: list[Tensor] = []
         for dtype, flat in self.flat.items():
             if not dtype.is_floating_point:
@@ -219,8 +215,7 @@ class Drawing:
         self._copies: HostCopies | None = None
 
     def host_copy(self, sample: PosteriorSample) -> Callable[[], PosteriorSample]:
-        """Return a function that returns the sample in host memory, once the device has copied it with the whole
-        drawing."""
+        """Return a function that returns the sample in host memory, once the device has copied the whole drawing."""
         place = next((i for i, own in enumerate(self.samples) if own is sample), None)
         if place is None:
             return Drawing([sample]).host_copy(sample)
@@ -241,11 +236,10 @@ class Drawing:
     def _on_host(self, place: int) -> PosteriorSample:
         assert self._copies is not None
         copies, sample = self._copies.wait(), self.samples[place]
-        parts: dict[str, Any] = {}
         if self._states is not None:
             flat = dict(zip(self._states.flat, copies, strict=True))
-            parts.update(self._states.of_chain(self._rows[place], flat))
-            return replace(sample, **parts)
+            return replace(sample, **self._states.of_chain(self._rows[place], flat))
+        parts: dict[str, Any] = {}
         remaining = iter(copies)
         for own in self.samples[: place + 1]:
             parts = {part: {name: next(remaining) for name in getattr(own, part)} for part in PARTS}
@@ -313,9 +307,10 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
         rows = [row for row, sample in enumerate(samples) if _is_chosen(chains, sample)]
         yield Drawing([samples[row] for row in rows], states, rows)
         return
-    own = samples if expand is None else _expanded(samples, expand, check)
+    own: Iterable[PosteriorSample] = samples if expand is None else _expanded(samples, expand, check)
     everyone = layout.strategy.share_samples(own) if layout.is_spread else own
-    for together in _batched((s for s in everyone if _is_chosen(chains, s)), chains.num_chains):
+    chosen = (sample for sample in everyone if _is_chosen(chains, sample))
+    while together := list(itertools.islice(chosen, chains.num_chains)):
         yield Drawing(together)
 
 
@@ -349,26 +344,23 @@ def _own_samples(
     energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
     numbers = [energy, tags.log_weight, states.suspects(), *([] if tags.bin is None else [tags.bin])]
     energies, log_weights, suspects, *bins = (n.reshape(-1).tolist() for n in HostCopies(numbers).wait())
-    samples, shared = [], chains.sharing.tensors()
-    for index, chain in enumerate(layout.chains):
-        parts = states.of_chain(index)
-        sample = PosteriorSample(
+    shared = chains.sharing.tensors()
+    samples = [
+        PosteriorSample(
             step=step,
             cycle=chains.progress.cycle,
             chain=chain,
             energy=energies[index],
             log_weight=log_weights[index],
-            parameters=parts["parameters"],
-            buffers=parts["buffers"],
             bin=bins[0][index] if bins else None,
             comparable=tags.comparable,
-            scales=parts["scales"],
             shared=shared,
+            **states.of_chain(index),
         )
-        samples.append(sample)
-    for sample, suspect in zip(samples, suspects, strict=True):
-        if suspect:
-            check(sample)
+        for index, chain in enumerate(layout.chains)
+    ]
+    for sample in itertools.compress(samples, suspects):
+        check(sample)
     return samples
 
 
@@ -389,15 +381,3 @@ def _is_chosen(chains: Chains, sample: PosteriorSample) -> bool:
     if tags.labels is not None:
         sample.chain = tags.labels[sample.chain]
     return sample.chain in tags.sampled
-
-
-def _batched(samples: Iterable[PosteriorSample], size: int) -> Iterator[list[PosteriorSample]]:
-    """Yield lists of up to `size` samples."""
-    together: list[PosteriorSample] = []
-    for sample in samples:
-        together.append(sample)
-        if len(together) == size:
-            yield together
-            together = []
-    if together:
-        yield together

@@ -18,14 +18,7 @@ from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
 
 
 class StepControls(NamedTuple):
-    """The controls that a schedule sets for a step.
-
-    Attributes:
-        lr_factor: the step size over the configured lr.
-        temperature: τ, None for the target's.
-        stage: the stage of the step.
-        temperature_factor: multiplies the temperature (annealing).
-    """
+    """The controls of a step: its step size over the configured lr, τ (None for the target's) and τ's factor."""
 
     lr_factor: float
     temperature: float | None
@@ -34,14 +27,7 @@ class StepControls(NamedTuple):
 
 
 class RunLength(NamedTuple):
-    """The parts of a run that a schedule depends on.
-
-    Attributes:
-        steps: optimizer steps of the schedule, infinite if unknown.
-        steps_per_epoch: optimizer steps of an epoch, 0 if unknown.
-        lr: the configured step size of the first parameter group.
-        is_trial: whether this is a `fast_dev_run`.
-    """
+    """What a schedule depends on: its steps, infinite if unknown, those of an epoch, 0 if unknown, and the first lr."""
 
     steps: float
     steps_per_epoch: int = 0
@@ -53,18 +39,11 @@ class FirstStage(SamplerCallback):
     """Base class of a stage of the run before its schedule begins; a run has at most one."""
 
     def enter(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        """Set `module.chains.progress.warm_steps`, the steps after which the schedule begins; repeated calls do
-        nothing."""
+        """Set `progress.warm_steps`, the steps after which the schedule begins; repeated calls do nothing."""
         raise NotImplementedError
 
     def advance(self, trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> None:
-        """Let the schedule begin with the coming step, if the stage is over; repeated calls do nothing.
-
-        Args:
-            trainer: the run's.
-            module: the run's.
-            batch_idx: index of the coming micro-batch in the epoch.
-        """
+        """Let the schedule begin with the coming micro-batch, if the stage is over; repeated calls do nothing."""
         raise NotImplementedError
 
 
@@ -111,11 +90,7 @@ class Schedule(SamplerCallback):
         super().setup(trainer, pl_module, stage)
 
     def lay_out(self, length: RunLength) -> None:
-        """Compute the parts that depend on the run's length.
-
-        Raises:
-            ValueError: if the run has no end that the schedule needs, or is too short for its samples.
-        """
+        """Compute the parts that depend on the run's length; raise if it is too short, or has no end."""
         raise NotImplementedError
 
     def controls(self, step: int) -> StepControls:
@@ -133,35 +108,24 @@ class Schedule(SamplerCallback):
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Lay the schedule out over the run, before the first step."""
-        lr, progress = self.run.sampler.param_groups[0]["initial_lr"], module.chains.progress
+        sampler, progress = self.run.sampler, module.chains.progress
+        lr = sampler.param_groups[0]["initial_lr"]
         self._saved_warm_steps = progress.warm_steps
         steps = fit_steps(trainer) - progress.warm_steps
         self._planned = steps if hasattr(self, "_length") else math.inf
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
-        self._check_temperature()
-        if not is_trial(trainer):
-            self._check_burn_in()
-
-    def _check_temperature(self) -> None:
-        """Raise for a sampler without a step at temperature 0 in a schedule that begins there."""
-        own = self.controls(1).temperature
-        temperature = self._target_temperature if own is None else own
-        if not self.run.sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
-            raise ValueError(NO_COLD_LIMIT.format(type(self.run.sampler).__name__))
-
-    def _check_burn_in(self) -> None:
-        """Raise for a sampler that is to be frozen before it has seen a gradient."""
-        sampler = self.run.sampler
-        if not isinstance(sampler, PreconditionedSampler) or not sampler.needs_burn_in:
-            return
-        if self.controls(1).stage is Stage.SAMPLING:
-            adapt, name = sampler.param_groups[0]["adapt"], type(sampler).__name__
+        name, first = type(sampler).__name__, self.controls(1)
+        temperature = self._target_temperature if first.temperature is None else first.temperature
+        if not sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
+            raise ValueError(NO_COLD_LIMIT.format(name))
+        adapts = isinstance(sampler, PreconditionedSampler) and sampler.needs_burn_in
+        if adapts and first.stage is Stage.SAMPLING and not is_trial(trainer):
             raise ValueError(
-                f"{name}(adapt={adapt!r}) estimates its preconditioner before the sampling stage, and "
-                f"{type(self).__name__} begins with that: give it a burn-in (SamplingSchedule(burn_in_steps=…), "
-                f"CyclicalSchedule(exploration=…)), or pass adapt='always'"
+                f"{name}(adapt={sampler.param_groups[0]['adapt']!r}) estimates its preconditioner before the sampling "
+                f"stage, and {type(self).__name__} begins with that: give it a burn-in "
+                "(SamplingSchedule(burn_in_steps=…), CyclicalSchedule(exploration=…)), or pass adapt='always'"
             )
 
     def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
@@ -197,12 +161,17 @@ class Schedule(SamplerCallback):
                 f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them (the schedules' "
                 "own ways are CyclicalSchedule and SamplingSchedule(lr_decay=…) or lr_annealing=…)"
             )
-        for group in self.run.sampler.param_groups:
+        for group in run.sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__
         self._first_stage = begin_first_stage(trainer, module)
         if self._first_stage is None:
-            self._continue_after_warm_start(module)
+            if self._saved_warm_steps > run.sampler.step_count:
+                raise ValueError(
+                    f"the checkpoint is in the middle of a WarmStart of {self._saved_warm_steps} steps, and this run "
+                    "has none: add the same WarmStart to the trainer's callbacks"
+                )
+            module.chains.progress.warm_steps = self._saved_warm_steps
         self.plan(trainer, module)
         if is_optimization(trainer, module):
             self.announce_optimization(module)
@@ -213,15 +182,6 @@ class Schedule(SamplerCallback):
             "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
             "and their average is a snapshot ensemble."
         )
-
-    def _continue_after_warm_start(self, module: ChainModel) -> None:
-        """Count from the end of the checkpoint's warm start, in a run without that callback."""
-        if self._saved_warm_steps > self.run.sampler.step_count:
-            raise ValueError(
-                f"the checkpoint is in the middle of a WarmStart of {self._saved_warm_steps} steps, and this run has "
-                "none: add the same WarmStart to the trainer's callbacks"
-            )
-        module.chains.progress.warm_steps = self._saved_warm_steps
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -244,10 +204,7 @@ class Schedule(SamplerCallback):
             chains_of(pl_module).progress.sample_due = True
 
     def has_stepped(self, module: pl.LightningModule) -> bool:
-        """Return whether the batch that ends has completed a step of the schedule.
-
-        Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
-        """
+        """Return whether the batch that ends has completed a step, which a loss scaler has not skipped."""
         warm_steps = chains_of(module).progress.warm_steps
         return self._step > 0 and self.run.sampler.step_count == self._step + warm_steps
 
@@ -268,9 +225,9 @@ def begin_first_stage(trainer: pl.Trainer, module: ChainModel) -> FirstStage | N
 
 def is_warming_up(trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> bool:
     """Return whether the step of a coming micro-batch belongs to the run's first stage."""
-    for stage in callbacks_of(trainer) if module.chains.progress.stage is Stage.WARM_START else ():
-        if isinstance(stage, FirstStage):
-            stage.advance(trainer, module, batch_idx)
+    stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+    if stage is not None and module.chains.progress.stage is Stage.WARM_START:
+        stage.advance(trainer, module, batch_idx)
     return module.chains.progress.stage is Stage.WARM_START
 
 

@@ -5,6 +5,7 @@ them. To compute with a chain, its slices replace them temporarily: one chain af
 that chain alone), or all at once under `torch.vmap`.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from lightning_sgmcmc.chains.execution import homes_of, put, restored
+from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
@@ -51,7 +53,8 @@ class StackedChains:
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = []
-        self._of_prior: list[dict[str, Tensor]] = []
+        self.of_prior: list[dict[str, Tensor]] = []
+        """For each chain, its slices by name that its prior is a function of."""
         self._rows: tuple[FlatParameters, list[int], list[Tensor]] | None = None
         """Flat parameters, their places in `_stacked`, and each slice's gradient in the rows."""
 
@@ -80,7 +83,7 @@ class StackedChains:
                 piece = tensor.detach()[chain]
                 slices.append(nn.Parameter(piece, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else piece)
             self._slices.append(slices)
-        self._of_prior = [
+        self.of_prior = [
             {name: t for name, t in zip(self.names, slices, strict=True) if t.requires_grad or is_prior_state(name)}
             for slices in self._slices
         ]
@@ -96,15 +99,9 @@ class StackedChains:
         self.refresh()
         return self._slices
 
-    def of_prior(self, chain: int) -> dict[str, Tensor]:
-        """Return the trainable parameters of a chain by name, and its prior's tensors: leaves, whose data are slices of
-        the stacked ones."""
-        return self._of_prior[chain]
-
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Temporarily replace the module's tensors by these; a buffer that the module reassigns is copied into the
-        given one."""
+        """Temporarily replace the module's tensors; a buffer that the module reassigns is copied into the given one."""
         with restored(self.homes):
             for homes, tensor in zip(self.homes, tensors, strict=True):
                 put(homes, tensor)
@@ -136,8 +133,7 @@ class StackedChains:
                 piece.grad = None
 
     def collect_gradients(self, flat: FlatParameters | None = None) -> None:
-        """Copy the slices' gradients to the stacked parameters, in persistent buffers: those of the rows `flat`, or
-        buffers of their own, also where a parameter has no gradient."""
+        """Copy the slices' gradients to the stacked parameters, in persistent buffers: the rows `flat` or their own."""
         if flat is not None and self._collect_rows(flat):
             return
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
@@ -175,12 +171,11 @@ class StackedChains:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make their own slices.
-        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_of_prior": [], "_rows": None}
+        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "of_prior": [], "_rows": None}
 
 
 def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
-    """Scale each chain's gradient, along the leading axis, down to a norm of at most `limit`, as torch's
-    `clip_grad_norm_` does."""
+    """Scale each chain's gradient, along the leading axis, down to a norm of at most `limit`, as torch does."""
     for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
         norm = nn.utils.get_total_norm(pieces)
         torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))
@@ -190,8 +185,7 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
 
 
 def prepare_layers(model: nn.Module) -> None:
-    """Raise for layers that cannot be sampled, and let embeddings have dense gradients: the prior's is dense, so sparse
-    ones save nothing, and they cannot be computed for chains together."""
+    """Raise for layers that cannot be sampled, and let embeddings have dense gradients, as the prior's is."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
@@ -199,7 +193,16 @@ def prepare_layers(model: nn.Module) -> None:
                 "module that was scripted"
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.weight.requires_grad:
-            _check_embedding(name, part)
+            if part.max_norm is not None:
+                raise ValueError(
+                    f"'{name}' has max_norm={part.max_norm:g}, so each forward pass rescales rows of the weights, "
+                    "which the sampler does not know: omit max_norm (the prior bounds the weights), or freeze the layer"
+                )
+            if part.scale_grad_by_freq:
+                raise ValueError(
+                    f"'{name}' has scale_grad_by_freq=True, so its gradients are not those of the potential energy: "
+                    "pass scale_grad_by_freq=False, or freeze the layer"
+                )
             part.sparse = False
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
@@ -209,46 +212,28 @@ def prepare_layers(model: nn.Module) -> None:
             )
 
 
-def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
-    if part.max_norm is not None:
-        raise ValueError(
-            f"'{name}' has max_norm={part.max_norm:g}, so each forward pass rescales rows of the weights, which the "
-            "sampler does not know: omit max_norm (the prior bounds the weights), or freeze the layer"
-        )
-    if part.scale_grad_by_freq:
-        raise ValueError(
-            f"'{name}' has scale_grad_by_freq=True, so its gradients are not those of the potential energy: pass "
-            "scale_grad_by_freq=False, or freeze the layer"
-        )
-
-
 # -- hooks that change gradients --------------------------------------------------------------------------------------
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise if a hook changes the gradient of something that is sampled: the chain would follow another force than that
-    of U, and a masked entry would not stay. A tensor's hook is called with a made-up gradient, to see whether it
-    changes it.
-    """
+    """Raise if a hook changes the gradient of something that is sampled, since the chain would not sample exp(-U)."""
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ValueError(
                 f"'{name or type(model).__name__}' has a backward hook, which may change gradients, and the chain "
                 f"would then not sample exp(-U): remove the hook before the fit. {FREEZE}"
             )
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in named_trainable(model).items():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"'{name}' has a hook of register_post_accumulate_grad_hook, which may change its gradient, and the "
-                f"chain would then not sample exp(-U): remove the hook before the fit. {FREEZE}"
-            )
-        if any(_changes(hook, parameter) for hook in (parameter._backward_hooks or {}).values()):
-            raise ValueError(
-                f"'{name}' has a hook (register_hook) that changes its gradient, so the chain would not sample "
-                f"exp(-U), and entries that it masks would move by noise and prior: remove the hook. {FREEZE}"
-            )
+            kind = "of register_post_accumulate_grad_hook, which may change"
+        elif any(_changes(hook, parameter) for hook in (parameter._backward_hooks or {}).values()):
+            kind = "(register_hook) that changes"
+        else:
+            continue
+        raise ValueError(
+            f"'{name}' has a hook {kind} its gradient, so the chain would not sample exp(-U), and entries that it "
+            f"masks would move by noise and prior: remove the hook before the fit. {FREEZE}"
+        )
 
 
 FREEZE = (
@@ -258,7 +243,7 @@ FREEZE = (
 
 
 def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
-    """Return whether a hook changes a gradient of both signs and many sizes."""
+    """Return whether a hook changes a made-up gradient, of both signs and many sizes."""
     ramp = torch.linspace(-1e4, 1e4, parameter.numel() + parameter.numel() % 2).to(parameter)
     gradient = ramp[: parameter.numel()].reshape(parameter.shape)
     given = gradient.clone()
@@ -270,8 +255,7 @@ def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool
 
 
 def mask_padding(model: nn.Module) -> None:
-    """Let no gradient pass through the outputs of embeddings at `padding_idx`, for good: that row has none of the
-    likelihood, and under `torch.vmap` torch masks the first chain's only."""
+    """Let no gradient pass through embeddings' outputs at `padding_idx`, of which vmap masks only the first chain's."""
     padded = (part for part in model.modules() if isinstance(part, nn.Embedding) and part.padding_idx is not None)
     for part in padded:
         if _without_padding not in part._forward_hooks.values():
@@ -297,20 +281,12 @@ def explained(num_chains: int) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if num_chains == 1 or not _passes(error, checkpoint.checkpoint):
+        file = checkpoint.checkpoint.__code__.co_filename
+        passed = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if num_chains == 1 or file not in passed:
             raise
         raise RuntimeError(
             f"the network computes activations again in the backward pass (torch.utils.checkpoint), where its layers "
             f"hold all {num_chains} chains: switch activation checkpointing off, or run one chain in each process "
             "(num_chains=1 and Trainer(strategy='chains'))"
         ) from error
-
-
-def _passes(error: BaseException, function: Callable[..., object]) -> bool:
-    """Return whether an error was raised in a call that passes the file of a function."""
-    trace, file = error.__traceback__, function.__code__.co_filename
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            return True
-        trace = trace.tb_next
-    return False

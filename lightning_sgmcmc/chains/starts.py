@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_sgmcmc.chains.execution import homes_of, put, restored, state_of
+from lightning_sgmcmc.chains.execution import Home, homes_of, put, restored, state_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
@@ -111,8 +111,7 @@ def text_of_start(start: ChainStart) -> Any:
 
 
 def read_state(entry: "Mapping[str, Tensor] | str | Path", chain: int) -> dict[str, Tensor]:
-    """Return a state by name: a state dict itself, or that of a checkpoint, a torch file or a sample file, of which no
-    code is run."""
+    """Return a state by name: a state dict itself, or that of a checkpoint, torch or sample file; no code is run."""
     what = f"chain_start[{chain}]"
     content: Any = entry
     if not isinstance(entry, Mapping):
@@ -166,19 +165,7 @@ def _fitting(model: nn.Module, state: dict[str, Tensor], chain: int, total: int)
 
 
 def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | None) -> None:
-    """Draw a chain's initial state into a module's tensors, as `draw_start` does; warn if a layer keeps its values."""
-    kept = draw_start(module, rebuild)
-    if kept and chain == 1:  # in the one process that holds chain 1
-        warnings.warn(
-            f"All chains start with the same {', '.join(map(repr, kept))}: the layer has no reset_parameters. Define "
-            f"initialise_chain(chain) of {type(module).__name__}, or pass chain_start='same'.",
-            stacklevel=2,
-        )
-
-
-def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> list[str]:
-    """Reinitialise a module's trainable parameters in place, by its constructor (`rebuild`) or else by its layers;
-    return the names of those that keep their values."""
+    """Draw a chain's trainable parameters, by the module's constructor or its layers; warn of those that stay."""
     own, shared = state_of(module), shared_names(module)
     kept = [own[name].detach() for name in shared]
     kept += [own[name].detach()[row] for name, row in held_rows(module).items()]
@@ -202,15 +189,19 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
             renewed.update(id(p) for p in part.parameters(recurse=is_expanded(part)))
     for tensor, value in frozen:
         tensor.copy_(value)
-    return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
+    same = [repr(name) for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
+    if same and chain == 1:  # in the one process that holds chain 1
+        warnings.warn(
+            f"All chains start with the same {', '.join(same)}: the layer has no reset_parameters. Define "
+            f"initialise_chain(chain) of {type(module).__name__}, or pass chain_start='same'.",
+            stacklevel=2,
+        )
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------
 
-# What of a network is sampled, and what all chains share: frozen parameters, and the buffers of frozen parts.
-#
-# Shared tensors have no chain axis, samples do not contain them, and a store has them once.
-
+# All chains share frozen parameters and the buffers of frozen parts. They have no chain axis, samples do not contain
+# them, and a store has them once.
 
 NETWORK = "net."
 """The beginning of the parameters' names of a network that was passed; patterns may leave it out."""
@@ -219,8 +210,7 @@ LIKELIHOOD = "likelihood."
 
 
 def freeze(module: nn.Module, sampled: Sequence[str], argument: str = "sampled") -> None:
-    """Set `requires_grad` of a network's parameters: those that a pattern matches are sampled, the others frozen, and
-    those of the likelihood, such as a learned noise scale, left as they are."""
+    """Let a network's parameters require gradients where a pattern matches; the likelihood's stay as they are."""
     names = [name for name, _ in module.named_parameters() if not name.startswith(LIKELIHOOD)]
     for pattern in sampled:
         if not any(_matches(name, pattern) for name in names):
@@ -250,13 +240,13 @@ def frozen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the tensors that all chains share: the frozen parameters, the buffers of `frozen_parts`, and,
-    beside frozen parameters, buffers that a state dict leaves out, which are constants."""
+    """Return the names of the tensors that all chains share: frozen parameters, their parts' buffers, and constants."""
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     if not frozen:
         return frozenset()
     parts = tuple(f"{name}." for name, _ in frozen_parts(module))
     persistent = module.state_dict().keys()
+    # A buffer that a state dict leaves out is a constant.
     buffers = (name for name, _ in module.named_buffers() if not is_prior_state(name))
     return frozenset(frozen | {name for name in buffers if name.startswith(parts) or name not in persistent})
 
@@ -270,11 +260,7 @@ def keys_of(module: nn.Module, names: frozenset[str]) -> set[str]:
 
 
 class Sharing:
-    """What the chains of a module share, since it is not sampled.
-
-    `sampled` are patterns of the sampled parameters' names (None samples those that require gradients), and `dropout`
-    says whether frozen parts drop out in training. `names` are those of the shared tensors, once chains begin.
-    """
+    """What the chains of a module share, since it is not sampled; `names` has its tensors, once chains begin."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -303,9 +289,8 @@ class Sharing:
         return {name: tensor.detach() for name, tensor in state.items() if name in self.names}
 
     def agree(self, layout: ChainLayout) -> None:
-        """Take the first process's shared tensors, once; all processes call it, whose networks may be drawn without a
-        seed."""
-        if self.names and layout.is_spread and layout.strategy is not None and not self._agreed:
+        """Take the first process's shared tensors, once, since networks may be drawn unseeded; all call it."""
+        if self.names and layout.is_spread and not self._agreed:
             layout.strategy.share_first(self.tensors().values())
             self._agreed = True
 
@@ -334,8 +319,7 @@ class Sharing:
             )
 
     def set_evaluating(self) -> None:
-        """Set frozen parts to evaluation mode, so that they change no statistics; if they are to drop out, only their
-        normalisation layers."""
+        """Set frozen parts, or with dropout only their normalisation layers, to evaluation mode."""
         for _, part in frozen_parts(self._module):
             for layer in part.modules():
                 if not self.dropout or isinstance(layer, _NormBase):
@@ -347,12 +331,13 @@ class Holder:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        self._compared: dict[str, _Compared] = {}
+        self._places: dict[str, list[Home]] = {}
+        self._compared: dict[str, tuple[Tensor, int, Tensor, int, Tensor | None]] = {}
+        """By name two tensors, each with its changes in place so far, and what takes the first one's place."""
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module has these tensors; `tensors` come by name, on any device."""
+        """Within the context, the module has these tensors, which come by name, on any device."""
         if tensors and not self._places:
             self._places = homes_of(self._module)
         with restored(self._places[name] for name in tensors):
@@ -366,27 +351,14 @@ class Holder:
     def _other(self, name: str, own: Tensor, tensor: Tensor) -> Tensor | None:
         """Return what is to take the place of a module's own tensor, or None if that has the same values."""
         countable = not (own.is_inference() or tensor.is_inference())  # changes of inference tensors are not counted
-        known = self._compared.get(name)
-        if known is not None and countable and known.is_of(own, tensor):
-            return known.other
+        if countable and name in self._compared:
+            mine, my_version, theirs, their_version, other = self._compared[name]
+            unchanged = (my_version, their_version) == (own._version, tensor._version)
+            if mine is own and theirs is tensor and unchanged:
+                return other
         moved = tensor.to(own.device)
         same = own is tensor or (own.shape == moved.shape and torch.equal(own, moved.to(own.dtype)))
         other = None if same else moved
         if countable:
-            self._compared[name] = _Compared(own, own._version, tensor, tensor._version, other)
+            self._compared[name] = (own, own._version, tensor, tensor._version, other)
         return other
-
-
-class _Compared(NamedTuple):
-    """Two tensors, how often they had been changed in place, and what takes the first one's place."""
-
-    own: Tensor
-    own_version: int
-    tensor: Tensor
-    version: int
-    other: Tensor | None
-
-    def is_of(self, own: Tensor, tensor: Tensor) -> bool:
-        """Return whether these are the same tensors, unchanged."""
-        same = own is self.own and tensor is self.tensor
-        return same and (own._version, tensor._version) == (self.own_version, self.version)

@@ -1,11 +1,12 @@
-"""State of this process's chains that callbacks read and write, by subject."""
+"""What callbacks and chains share: the state of this process's chains by subject, and which callback does what."""
 
 import math
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,10 +127,9 @@ class Accumulation:
     loss_scale: float = 1.0
 
     def advance(self, batch_idx: int, accumulated: int, batches: float, is_last: bool) -> tuple[int, int]:
-        """Advance to a micro-batch; return its index in the step and the number by which to divide its gradient.
+        """Advance to a micro-batch; return its index in the step and by what to divide its gradient: their number.
 
-        That number is the step's micro-batches. A loader of unknown length (`batches` is infinite) may end in mid-step:
-        the step then has fewer micro-batches than its gradients were divided by, and `rescaling` corrects them.
+        A loader of unknown length (`batches` is infinite) may end in mid-step; `rescaling` corrects its gradients.
         """
         position = batch_idx % accumulated
         expected = int(min(accumulated, batches - (batch_idx - position)))
@@ -213,8 +213,7 @@ class Counters:
 
 @dataclass
 class Pulse:
-    """The progress of the process's main thread for other ranks: its events so far, and whether it may be long without
-    one."""
+    """The main thread's events so far, for other ranks, and whether the next may be late."""
 
     count: int = 0
     busy: bool = True
@@ -237,3 +236,88 @@ class NonFiniteEnergyError(RuntimeError):
         self.chain = chain
         self.energy = energy
         self.checkpoint = checkpoint
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+SUBJECTS = {
+    "seed chain": "both seed the random numbers of each chain",
+    "snapshot gradients": "both compare the gradient of each batch with one at a snapshot, so one would count the "
+    "noise that the other removes",
+    "set controls": "both set a step's controls from its energy to cross the same barriers, and the weights would "
+    "belong to no single temperature",
+    "chain temperatures": "one gives each chain its own temperature, and the other compares all chains with "
+    "the temperature of the run",
+    "draw momenta": "both draw the momenta with which sampling begins",
+    "choose gradient": "both choose the gradient of a step",
+    "observe step": "both observe a step before its update",
+    "prepare samples": "both set what samples carry",
+    "expand samples": "both replace a sample by draws of their own",
+    "energy correction": "both correct the same energies",
+    "draw scales": "both set the prior's scales",
+    "accept scales": "both decide which of the prior's scales are drawn",
+}
+"""The subjects, in the order of a step, and why two callbacks cannot share one."""
+
+BEFORE_UPDATE = ("set controls", "draw momenta", "choose gradient", "observe step")
+"""Subjects called before an update, in this order: momenta depend on the controls, the choice of a gradient on both,
+and observers see the step as it will be made. Clipping follows."""
+
+
+class Claims:
+    """Registry of the callbacks that act on the chains; each subject has at most one claimant."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[object, Callable[..., Any] | None]] = {}
+        self._called = False
+
+    def claim(self, subject: str, by: object, call: Callable[..., Any] | None = None) -> None:
+        """Assign a subject to a callback.
+
+        Args:
+            subject: one of `SUBJECTS`.
+            by: the callback.
+            call: the function for this part of the step; None only reserves the subject.
+
+        Raises:
+            ValueError: if another callback has claimed it; the message names both and the reason.
+            KeyError: for a subject that is not in `SUBJECTS`.
+        """
+        reason, holder = SUBJECTS[subject], self._held.get(subject, (by, None))[0]
+        if holder is not by:
+            first, second = type(holder).__name__, type(by).__name__
+            raise ValueError(f"{first} and {second} cannot be combined: {reason}; remove one of them")
+        self._held[subject] = (by, call)
+
+    def clear(self) -> None:
+        """Free all subjects, when a fit begins."""
+        self._held, self._called = {}, False
+
+    def get(self, subject: str) -> Callable[..., Any] | None:
+        """Return the function for a subject, or None."""
+        held = self._held.get(subject)
+        return None if held is None else held[1]
+
+    def holder(self, subject: str) -> object | None:
+        """Return the callback that has claimed a subject, or None."""
+        held = self._held.get(subject)
+        return None if held is None else held[0]
+
+    def before_update(self, *args: Any) -> None:
+        """Call the claims of `BEFORE_UPDATE` in their order, once until `end_update`.
+
+        The first claimant in the trainer's list of callbacks calls this method, so the order does not depend on that
+        list. Callbacks after all claimants see the gradient and the controls of the update.
+        """
+        if self._called:
+            return
+        self._called = True
+        for subject in BEFORE_UPDATE:
+            held = self._held.get(subject)
+            if held is not None and held[1] is not None:
+                held[1](*args)
+
+    def end_update(self) -> None:
+        """Let the next step call `before_update` again."""
+        self._called = False

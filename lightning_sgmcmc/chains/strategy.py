@@ -3,7 +3,7 @@
 import atexit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -25,8 +25,7 @@ from lightning_sgmcmc.seeding import derive_seed
 
 
 def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return the sampler state of all chains from each process's, in their order; `shapes` are those in each
-    process."""
+    """Return the sampler state of all chains from each process's, in their order, with the parameters' shapes."""
     first = parts[0]
     own_axis = first["sampler"]["per_chain_state"]
     state: dict[Any, dict[str, Any]] = {}
@@ -111,11 +110,6 @@ def _split_control(value: Any, layout: ChainLayout) -> Any:
 # -- packing -----------------------------------------------------------------------------------------------------------
 
 
-NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in (*PARTS, "shared"))
-KINDS = (int, float, bool)
-"""Types of the other fields, which may also be None; float64 holds them exactly, integers below 2^53."""
-
-
 class SampleRows:
     """The form of a run's samples, which all have it: which tensors they hold, and where each lies in a row."""
 
@@ -140,32 +134,14 @@ class SampleRows:
             packed.append(torch.cat(flat).view(len(samples), -1))
         return packed
 
-    def unpack(self, rows: Sequence[Tensor], numbers: Tensor) -> Iterator[PosteriorSample]:
-        """Yield the samples that `pack` (a tensor (S, P) for each dtype) and `numbers_of` were given; each owns its
-        tensors."""
-        for index, own in enumerate(numbers.tolist()):
+    def unpack(self, rows: Sequence[Tensor], numbers: Sequence[PosteriorSample]) -> Iterator[PosteriorSample]:
+        """Yield samples with these numbers and the tensors that `pack` was given, which each of them owns."""
+        for index, sample in enumerate(numbers):
             row = {dtype: tensor[index].clone() for dtype, tensor in zip(self.dtypes, rows, strict=True)}
             held: dict[str, Any] = {part: {} for part in PARTS}
             for part, name, dtype, shape, place in self._places:
                 held[part][name] = row[dtype][place].view(shape)
-            yield PosteriorSample(**_numbers(own), **held, shared=self._shared)
-
-
-def numbers_of(samples: Sequence[PosteriorSample]) -> Tensor:
-    """Return the values of the samples' other fields and their types, shape (S, 2·F), float64, in the host's memory."""
-    table = []
-    for sample in samples:
-        values = [getattr(sample, name) for name in NUMBERS]
-        kinds = [-1 if value is None else KINDS.index(type(value)) for value in values]
-        table.append([0.0 if value is None else float(value) for value in values] + list(map(float, kinds)))
-    return torch.tensor(table, dtype=torch.float64)
-
-
-def _numbers(row: Sequence[float]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value, kind in zip(NUMBERS, row[: len(NUMBERS)], row[len(NUMBERS) :], strict=True):
-        found[name] = None if kind < 0 else KINDS[int(kind)](value)
-    return found
+            yield replace(sample, **held, shared=self._shared)
 
 
 # -- strategy ----------------------------------------------------------------------------------------------------------
@@ -333,8 +309,8 @@ class ChainStrategy(DDPStrategy):
     def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
         """Yield the samples of all chains, in their order, on every process; each has as many, at least one.
 
-        They travel as rows: one collective operation for each dtype and one for their numbers, whatever the number of
-        chains and tensors; large ones group by group, so that no process holds all of them at once.
+        They travel as rows: one collective operation for each dtype and one for their numbers; large ones group by
+        group, so that no process holds all of them at once.
         """
         own = list(samples)
         form, device = SampleRows(own[0]), self.root_device
@@ -342,7 +318,9 @@ class ChainStrategy(DDPStrategy):
         if self.ranks_per_chain > 1:  # statistics of a layer may differ between ranks until the next batch
             for tensor in rows:
                 dist.broadcast(tensor, self.group_index * self.ranks_per_chain, group=self._group)
-        numbers = self.gather_groups(numbers_of(own))
+        no_tensors: dict[str, Any] = {part: {} for part in (*PARTS, "shared")}
+        numbers: list[Any] = [None] * self.num_groups
+        dist.all_gather_object(numbers, [replace(sample, **no_tensors) for sample in own], self._across_host)
         size = sum(tensor.nbytes for tensor in rows) * self.num_groups
         gathered = [self.gather_groups(tensor) for tensor in rows] if size <= LARGEST_GATHER else None
         for group in range(self.num_groups):

@@ -1,9 +1,9 @@
-"""Typed access to what Lightning leaves untyped: the trainer, example inputs, the order of callbacks."""
+"""Typed access to what Lightning leaves untyped: the trainer, example inputs, callbacks, loggers, folders."""
 
 import math
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LearningRateMonitor
+from pytorch_lightning.core.saving import save_hparams_to_yaml
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_sgmcmc.chains.callback import Place, RunCallback, declares
-from lightning_sgmcmc.chains.chains import chains_of
-from lightning_sgmcmc.files import is_remote
+from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.files import MASK, is_remote, is_secret, text_without_secrets
+from lightning_sgmcmc.plain import markdown_table
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -56,8 +58,7 @@ def fit_steps(trainer: pl.Trainer) -> float:
 
 
 def is_finished(trainer: pl.Trainer) -> bool:
-    """Return whether a fit without a checkpoint makes no step, because the trainer has reached its limit; known from
-    `configure_optimizers` on."""
+    """Return, from `configure_optimizers` on, whether a fit without a checkpoint has reached its limit already."""
     by_steps = 0 <= trainer.max_steps <= trainer.global_step
     epochs = trainer.max_epochs
     processed: int = cast(Any, trainer.fit_loop.epoch_progress.current).processed
@@ -134,11 +135,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def put_in_place(trainer: pl.Trainer) -> None:
-    """Sort the trainer's callbacks that have a place, among the positions of its list that they take.
-
-    All others stay where they are, as does the order of those with one place and one name. Lightning's monitor of the
-    step size reads what the schedule has set.
-    """
+    """Sort the trainer's callbacks that have a place, among the positions of its list that they take."""
     callbacks = callbacks_of(trainer)
     positions = [index for index, callback in enumerate(callbacks) if _place_of(callback) is not None]
     placed = sorted((callbacks[index] for index in positions), key=lambda c: (_place_of(c), type(c).__name__))
@@ -148,7 +145,7 @@ def put_in_place(trainer: pl.Trainer) -> None:
 
 def _place_of(callback: Any) -> Place | None:
     if isinstance(callback, LearningRateMonitor):
-        return Place.DIAGNOSIS
+        return Place.DIAGNOSIS  # it reads what the schedule has set
     return callback.place if declares(callback) else None
 
 
@@ -156,11 +153,8 @@ def _place_of(callback: Any) -> Place | None:
 
 
 def baseline_of(trainer: pl.Trainer) -> str | None:
-    """Return the name of the baseline that a run is, such as "deep ensemble" or "SWAG"; None for a run that samples.
-
-    A callback that makes several networks of each of the schedule's names the run: dropout masks of a deep ensemble's
-    members are an "MC dropout ensemble".
-    """
+    """Return the name of the baseline that a run is, such as "deep ensemble" or "SWAG"; None for a run that samples."""
+    # A callback that makes several networks of each of the schedule's names the run: "MC dropout ensemble".
     schedules = [callback for callback in declared(trainer) if callback.as_schedule() is not None]
     others = [callback for callback in declared(trainer) if callback.as_schedule() is None]
     inner = next((callback.kind for callback in schedules), None)
@@ -173,8 +167,6 @@ def baseline_of(trainer: pl.Trainer) -> str | None:
 
 EVALUATIONS: "WeakKeyDictionary[pl.Trainer, tuple[Path, Path]]" = WeakKeyDictionary()
 """Of trainers that evaluate another run's samples: their folder, and the samples."""
-
-
 _STARTED_IN: "WeakKeyDictionary[pl.Trainer, Path]" = WeakKeyDictionary()
 """The working folders in which trainers began to run, to which relative paths refer."""
 OF_A_TRAINER = ("_default_root_dir",)
@@ -220,7 +212,7 @@ def remote_root(trainer: pl.Trainer) -> str | None:
 
 def _folder_of(trainer: pl.Trainer) -> str:
     for logger in trainer.loggers[:1]:
-        own = getattr(logger, "log_dir", None)
+        own = getattr(logger, "log_dir", None)  # of loggers with a folder for each run, such as TensorBoard's
         if isinstance(own, str | Path):
             return str(own)
         parts = [str(part) for part in (logger.name, logger.version) if part]
@@ -229,11 +221,9 @@ def _folder_of(trainer: pl.Trainer) -> str:
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
-    """Return the folder of this run, the same on all ranks: the first logger's, else `sgmcmc` in `default_root_dir`.
+    """Return the folder of this run, absolute and the same on all ranks: the first logger's, else `sgmcmc`.
 
-    Loggers with one folder per run (CSV, TensorBoard) provide it; for others (W&B) it is built from `save_dir`, name
-    and version. A trainer that evaluates another run's samples has a folder in that run's (see `evaluate_beside`).
-    It is absolute. That of a run whose folder is not on a local disk (`s3://bucket/run`) is `sgmcmc/bucket/run`.
+    For a run whose folder is not on a local disk (`s3://bucket/run`) it is `sgmcmc/bucket/run`.
     """
     if trainer in EVALUATIONS:
         return Path(trainer.strategy.broadcast(str(EVALUATIONS[trainer][0])))
@@ -242,3 +232,48 @@ def run_folder(trainer: pl.Trainer) -> Path:
         parts = folder.partition("://")[2].replace("..", "").split("/")
         folder = os.path.join("sgmcmc", *(part for part in parts if part))
     return Path(trainer.strategy.broadcast(os.path.join(_STARTED_IN.get(trainer) or Path.cwd(), folder)))
+
+
+# -- loggers -----------------------------------------------------------------------------------------------------------
+
+
+def is_logged(trainer: pl.Trainer, chains: Chains, step_count: int) -> bool:
+    """Return whether `trainer.log_every_n_steps` logs the step just made, number `step_count`."""
+    return not chains.accumulation.accumulating and step_count % log_interval(trainer) == 0
+
+
+def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) -> None:
+    """Write numbers to every logger."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(scalars), step=step)
+
+
+def log_cost(trainer: pl.Trainer, chains: Chains) -> None:
+    """Write the per-datum gradients that each chain has computed, and that number divided by N, to every logger."""
+    evaluations = chains.counters.gradient_evaluations
+    scalars = {
+        "sampler/gradient_evaluations": float(evaluations),
+        "sampler/data_passes": evaluations / chains.observed.num_data,
+    }
+    log_scalars(trainer, scalars, trainer.global_step)
+
+
+def log_values(trainer: pl.Trainer, part: str, known: Mapping[str, Any]) -> None:
+    """Write values that a run has found to every logger, as hyperparameters `part.…`, beside the user's own."""
+    if not trainer.enable_autolog_hparams:
+        return
+    texts = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in known.items()}
+    known = {name: MASK if is_secret(name) and isinstance(value, str) else value for name, value in texts.items()}
+    values = {f"{part}.{name}": value for name, value in known.items()}
+    for logger in trainer.loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(values)
+            continue
+        if logger.hparams:  # TensorBoard keeps a run's first ones
+            logger.hparams.update(values)
+        else:
+            logger.log_hyperparams(values)
+        if trainer.is_global_zero:  # as text, and in `hparams.yaml`
+            rows = [[name, str(value)] for name, value in known.items()]
+            logger.experiment.add_text(part, markdown_table(["setting", "value"], rows))
+            save_hparams_to_yaml(os.path.join(logger.log_dir, logger.NAME_HPARAMS_FILE), logger.hparams)

@@ -19,11 +19,7 @@ from lightning_sgmcmc.schedules import Patience
 
 
 class ChainOptimizers:
-    """A torch optimizer for each chain of this process, over slices of the stacked parameters.
-
-    Each chain is optimized as it would be alone, by any optimizer whose `step` needs no closure. `parameters` are the
-    sampled ones, with a leading axis of size C where C > 1.
-    """
+    """A torch optimizer for each chain of this process, over its slices of the stacked parameters, as alone."""
 
     def __init__(
         self, parameters: Iterable[Tensor], num_chains: int, make: Callable[[list[Tensor]], Optimizer]
@@ -49,11 +45,9 @@ class ChainOptimizers:
                 optimizer.zero_grad()
 
     def state_dict(self, chain: int) -> dict[str, Any]:
-        """Return the state of a chain's optimizer."""
         return self._optimizers[chain].state_dict()
 
     def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
-        """Restore a chain's optimizer from `state_dict()`."""
         self._optimizers[chain].load_state_dict(state)
 
 
@@ -137,8 +131,7 @@ def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool
 
 @dataclass
 class Watch:
-    """Early stopping of one chain, by validation losses in nats per datum: the lowest, its step, and the validations
-    since."""
+    """Early stopping of one chain: its lowest validation loss in nats per datum, its step, the validations since."""
 
     best_loss: float | None = None
     best_step: int = 0
@@ -176,8 +169,7 @@ class BestStates:
         return [chain for chain, watch in enumerate(self.watches) if watch.stopped_at is None]
 
     def validated(self, losses: Sequence[float], step: int) -> None:
-        """Record the losses of a validation after this many steps; chains whose patience is over return to their best
-        state."""
+        """Record a validation's losses after some steps; chains whose patience is over return to their best state."""
         for chain in self.active:
             watch = self.watches[chain]
             if watch.see(losses[chain], step, self._patience):
@@ -201,11 +193,9 @@ class BestStates:
         return {name: tensor for name, tensor in state.items() if name in trainable or name not in parameters}
 
     def state_dict(self, chain: int) -> dict[str, Any]:
-        """Return the state of a chain's early stopping."""
         return {"best": dict(self._best[chain]), "watch": asdict(self.watches[chain])}
 
     def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`."""
         self.watches[chain] = Watch(**state["watch"])
         own = self._state_of(chain)
         self._best[chain] = {name: tensor.to(own[name], copy=True) for name, tensor in state["best"].items()}

@@ -1,8 +1,8 @@
 """How much a datum of a mini-batch counts, and whether what the likelihood counts in an epoch is N."""
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -29,11 +29,7 @@ SIGN_LOOKS = 3
 
 
 class FirstBatches:
-    """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later.
-
-    It checks targets and outputs by the likelihood and the sign of a log-likelihood of the user's own, and counts the
-    first batch's data.
-    """
+    """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later."""
 
     def __init__(self, model: EnergyModel, chains: StackedChains | None) -> None:
         self._model = model
@@ -44,7 +40,13 @@ class FirstBatches:
         self.has_missing = False
         """Whether a target of the batches looked at is not observed."""
         self._outputs = (math.inf, -math.inf)
-        self._own_density: tuple[float, float, int] | None = (math.inf, -math.inf, 0) if _is_own(model) else None
+        self._signs = (math.inf, -math.inf)
+        is_own = (
+            model.likelihood is None
+            or overrides(model, "log_likelihood")
+            or not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")
+        )
+        self._looks_at_sign = SIGN_LOOKS if is_own else 0
         self.targets: list[Tensor] = []
         """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""
 
@@ -58,7 +60,10 @@ class FirstBatches:
         low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)
-            self.counted = _count(self._model, self._chains, batch)
+            with at_first_chain(self._model, self._chains, batch) as first:
+                each = self._model.log_likelihood(first)
+            check_shape(each)
+            self.counted = len(each)
         observed = None if self._model.likelihood is None or target is None else self._model.likelihood.observed(target)
         self.has_missing |= observed is not None and not bool(observed.all())
         if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
@@ -72,17 +77,12 @@ class FirstBatches:
 
     def after(self, log_likelihood: Tensor) -> None:
         """Check the sign of a batch's log-likelihoods, shape (…, n), of one or more chains."""
-        if self._own_density is not None and log_likelihood.numel() > 0:
-            self._check_sign(self._own_density, log_likelihood.detach())
-
-    def _check_sign(self, before: tuple[float, float, int], log_likelihood: Tensor) -> None:
-        low, high = min(before[0], log_likelihood.min().item()), max(before[1], log_likelihood.max().item())
-        looks = before[2] + 1
-        if low <= 0 or looks == SIGN_LOOKS:
-            self._own_density = None
-        else:
-            self._own_density = (low, high, looks)
-        if low > 0 and looks == SIGN_LOOKS:
+        if self._looks_at_sign == 0 or log_likelihood.numel() == 0:
+            return
+        least, most = torch.stack(log_likelihood.detach().aminmax()).tolist()
+        low, high = self._signs = min(self._signs[0], least), max(self._signs[1], most)
+        self._looks_at_sign = 0 if low <= 0 else self._looks_at_sign - 1
+        if low > 0 and self._looks_at_sign == 0:
             rank_zero_warn(
                 f"log_likelihood returned {low:.3g} to {high:.3g} for the first batches, all above 0, whereas the log "
                 "of a probability is at most 0: if it is a loss, return its negative (only the log of a density may "
@@ -91,13 +91,10 @@ class FirstBatches:
 
 
 def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float, Tensor | None]:
-    """Check a batch by the model's likelihood, in evaluation mode and for the first chain; return its smallest and
-    largest output and its targets."""
+    """Check a batch by the model's likelihood; return its smallest and largest output and its targets."""
     if model.likelihood is None or overrides(model, "log_likelihood"):
         return math.inf, -math.inf, None
-    first = batch[0] if isinstance(batch, ChainBatches) else batch
-    at_first = chains.at(0) if chains is not None else nullcontext()
-    with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
+    with at_first_chain(model, chains, batch) as first:
         _check_tokens(model, first)
         output, target = model.output_and_target(first)
         model.likelihood.check_target(output, target)  # which may use parameters of the likelihood
@@ -107,14 +104,12 @@ def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) ->
     return low, high, target
 
 
-def _count(model: EnergyModel, chains: StackedChains | None, batch: Any) -> int:
-    """Return the number of data that the likelihood counts in a batch, for the first chain in evaluation mode."""
-    first = batch[0] if isinstance(batch, ChainBatches) else batch
+@contextmanager
+def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any) -> Iterator[Any]:
+    """Within the context, which has the first chain's batch, the model is that chain in evaluation mode."""
     at_first = chains.at(0) if chains is not None else nullcontext()
     with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
-        each = model.log_likelihood(first)
-    check_shape(each)
-    return len(each)
+        yield batch[0] if isinstance(batch, ChainBatches) else batch
 
 
 def _check_observed(model: EnergyModel, target: Any) -> None:
@@ -143,13 +138,6 @@ def _check_tokens(model: EnergyModel, batch: Any) -> None:
         raise ValueError(f"TokenCategorical: {fault}")
     if fault is not None:
         rank_zero_warn(f"TokenCategorical: {fault}.")
-
-
-def _is_own(model: EnergyModel) -> bool:
-    """Return whether the log-likelihood is the user's and not the library's."""
-    if model.likelihood is None or overrides(model, "log_likelihood"):
-        return True
-    return not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -222,8 +210,7 @@ class DataWeights:
     # -- the weight of a batch ----------------------------------------------------------------------------------------
 
     def factor(self, batch_idx: int, candidates: int = 1) -> float | None:
-        """Return the factor of the sum of a micro-batch's log-likelihoods in Ũ/N, times the step's micro-batches, whose
-        gradients are averaged; None for 1/n, their mean."""
+        """Return c of Ũ/N times the step's micro-batches, whose gradients are averaged; None for 1/n, a mean."""
         if self._is_new and self._first_batches.counted is not None:
             self._look(self._first_batches.counted, batch_idx)
         if self._first_batches.has_missing and self.counts_rows:
@@ -294,8 +281,10 @@ class DataWeights:
                 "datum: return one number for each datum, shape (n,)"
             )
         self._see(counted, batch_idx)
-        if self.counts_rows or not rows.is_observed:
-            self._check_given(size)
+        is_counted = (self.counts_rows or not rows.is_observed) and not self._first_batches.has_missing
+        count = rows.count if self._is_given and is_counted and size is not None and size > 1 else None
+        if count is not None and not LEAST_SHARE * count <= self.num_data <= count:
+            raise ValueError(contradiction(self.num_data, rows.source, count))
         if self._is_given and self.num_data < counted:
             raise ValueError(f"num_data={self.num_data}, but a batch has {counted} data: pass the number of data")
 
@@ -329,14 +318,6 @@ class DataWeights:
         self.counts_rows = False
         self._means.clear()
 
-    def _check_given(self, size: int | None) -> None:
-        """Raise if a given N is not the number of rows, which the likelihood counts."""
-        count = self.rows.count
-        if count is None or size is None or size == 1 or not self._is_given or self._first_batches.has_missing:
-            return
-        if self.num_data > count or self.num_data < LEAST_SHARE * count:
-            raise ValueError(contradiction(self.num_data, self.rows.source, count))
-
     def add(self, counted: int, batch_idx: int) -> None:
         """Add what the likelihood counted in a batch."""
         self._see(counted, batch_idx)
@@ -358,7 +339,11 @@ class DataWeights:
         if self._is_compared:
             return
         self._is_compared = True
-        total = self._over_ranks(self._counted)
+        total, ranks = self._counted, self._layout.ranks_per_chain
+        if ranks > 1:
+            device = exact_device(trainer.strategy.root_device)
+            number = torch.tensor([float(total)], dtype=torch.float64, device=device)
+            total = round(float(self._layout.mean_over_data(number)) * ranks)
         if self.rows.dataset is None:
             self._compare_stream(total)
         elif not self.rows.replacement:
@@ -418,14 +403,6 @@ class DataWeights:
                 "the number of different training data, to which the prior and the noise are scaled (if an epoch is no "
                 "pass over the data, pass limit_train_batches)."
             )
-
-    def _over_ranks(self, counted: int) -> int:
-        if self._layout.ranks_per_chain == 1:
-            return counted
-        number = torch.tensor(
-            [float(counted)], dtype=torch.float64, device=exact_device(self._trainer.strategy.root_device)
-        )
-        return round(float(self._layout.mean_over_data(number)) * self._layout.ranks_per_chain)
 
 
 def _length(loader: object) -> float:

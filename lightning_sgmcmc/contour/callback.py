@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.logging import is_logged, log_scalars, log_values
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.schedule import begin_first_stage, target_of
-from lightning_sgmcmc.chains.trainer import fit_steps, is_trial
+from lightning_sgmcmc.chains.trainer import fit_steps, is_logged, is_trial, log_scalars, log_values
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
     ChainGroup,

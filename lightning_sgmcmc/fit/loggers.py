@@ -12,8 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import chains_of
-from lightning_sgmcmc.chains.logging import log_values
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, log_values
 from lightning_sgmcmc.fit.results import versions
 from lightning_sgmcmc.fit.settings import Settings
 from lightning_sgmcmc.model import EnergyModel

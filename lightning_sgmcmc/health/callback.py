@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.schedule import is_optimization
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
-from lightning_sgmcmc.chains.trainer import declared, is_trial, run_folder
+from lightning_sgmcmc.chains.trainer import declared, is_trial, log_scalars, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.health.assessment import assess

@@ -17,10 +17,9 @@ from lightning_sgmcmc.batches.rows import stream_of, training_rows
 from lightning_sgmcmc.chains.callback import ChainSizes, PlannedSchedule, RunCost, SampledChains
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.execution import state_of
-from lightning_sgmcmc.chains.logging import log_values
 from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import baseline_of, declared, fit_steps, is_trial
+from lightning_sgmcmc.chains.trainer import baseline_of, declared, fit_steps, is_trial, log_values
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of
 from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian

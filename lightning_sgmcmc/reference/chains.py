@@ -138,9 +138,7 @@ class Variances:
 def windows(warmup: int) -> tuple[int, list[int]]:
     """Return the iteration at which the first window of the warm-up begins, and those at which windows end.
 
-    The step size alone is adapted before the first window (75 iterations) and after the last (50). Windows double from
-    25; the last takes what would be too short for another. Below 150 iterations there is one window of three quarters,
-    and below 20 none.
+    Windows double from 25; the step size alone is adapted in 75 iterations before and 50 after them.
 
     >>> windows(1000)
     (75, [100, 150, 250, 450, 950])
@@ -161,9 +159,7 @@ def windows(warmup: int) -> tuple[int, list[int]]:
 def first_step_sizes(
     potential: Potential, state: Phase, step: Tensor, variance: Tensor, draws: Draws, target: float
 ) -> Tensor:
-    """Return step sizes at which one leapfrog step is accepted about as often as wanted, shape (C,), float64.
-
-    Each chain doubles or halves ε until its acceptance crosses the target.
+    """Return step sizes, shape (C,), float64, doubled or halved until a leapfrog step's acceptance crosses the target.
 
     Source: Hoffman & Gelman 2014, Algorithm 4, with Stan's 0.8 in place of 0.5.
     """
@@ -197,11 +193,7 @@ class HamiltonianChains:
     """C chains side by side, each with its own step size, inverse mass and random numbers.
 
     An iteration is a function of the chain's state and of (seed, chain, iteration), so chains do not depend on one
-    another, and a run that continues from `state_dict` is the run that was not interrupted.
-
-    Args:
-        initial: positions at the start, shape (C, P), with finite energies.
-        chains: the number in the run of each chain, by which it draws; None is 0, 1, ….
+    another, and a run continues from `state_dict`. `initial` has the shape (C, P); `chains` are numbers of the run.
     """
 
     def __init__(

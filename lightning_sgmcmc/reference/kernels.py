@@ -21,8 +21,7 @@ DIVERGENT = 1000.0
 
 
 class Phase(NamedTuple):
-    """Positions θ of C chains, shape (C, P), U there, shape (C,), float64, its gradient, and momenta p, each of shape
-    (C, P)."""
+    """Positions θ of C chains, shape (C, P), U there, shape (C,), float64, its gradient, and momenta p, as θ."""
 
     place: Tensor
     energy: Tensor
@@ -73,19 +72,18 @@ def with_momenta(state: Phase, variance: Tensor, draws: "Draws") -> tuple[Phase,
 
 
 class Move(NamedTuple):
-    """What an iteration of a kernel did, of C chains: each but the phase has the shape (C,).
-
-    The momentum of the new state has no meaning. `acceptance`, float64, is what the step size is adapted by,
-    `leapfrogs` the gradients, `at_limit` whether the trajectory was cut at its largest length, and `hamiltonian` H at
-    its start, float64.
-    """
+    """What an iteration of a kernel did, of C chains: each but the phase has the shape (C,)."""
 
     phase: Phase
+    """The new state, whose momentum has no meaning."""
     acceptance: Tensor
+    """What the step size is adapted by, float64."""
     leapfrogs: Tensor
     divergent: Tensor
     at_limit: Tensor
+    """Whether the trajectory was cut at its largest length."""
     hamiltonian: Tensor
+    """H at the trajectory's start, float64."""
 
 
 COUNTED = ("acceptance", "divergent", "at_limit", "leapfrogs")
@@ -93,10 +91,7 @@ COUNTED = ("acceptance", "divergent", "at_limit", "leapfrogs")
 
 
 class Draws:
-    """Random numbers of an iteration: chain c draws only from the stream of (seed, c, iteration).
-
-    They are drawn on the host in double precision, so they are the same on every device and in every dtype.
-    """
+    """Random numbers of an iteration, drawn on the host in double precision, so the same on every device."""
 
     def __init__(self, generators: list[torch.Generator], like: Tensor) -> None:
         self._generators = generators
@@ -131,8 +126,7 @@ def hamiltonian_monte_carlo(
     """Return an iteration: a trajectory of each chain, accepted with probability min(1, exp(H_0 - H)).
 
     The length in time is uniform in length·[1 - jitter, 1 + jitter], so that no direction of the target has a period
-    which the trajectories always complete; π/2 is a quarter of a period where v is the variance. Chains with few steps
-    wait for those with many, without a gradient.
+    which the trajectories always complete.
 
     Source: Neal 2011 (MCMC using Hamiltonian dynamics), sections 3.2 and 5.4.
     """
@@ -155,17 +149,13 @@ def hamiltonian_monte_carlo(
 
 # -- nuts --------------------------------------------------------------------------------------------------------------
 
-# The No-U-Turn sampler of several chains, whose trees grow side by side.
-#
-# A trajectory doubles, forwards or backwards in time at random, until it turns: until one of its ends moves towards
-# the other. All chains whose trajectories still grow have the same depth, so a doubling is one loop over its leaves
-# for all of them, and a chain that has ended waits without a gradient. Subtrees are merged like the digits of a binary
-# counter, so that a doubling of 2^j leaves keeps j segments.
+# A trajectory doubles, forwards or backwards in time at random, until one of its ends moves towards the other. All
+# chains whose trajectories still grow have the same depth, so a doubling is one loop over its leaves for all of them.
+# Subtrees are merged like the digits of a binary counter, so that a doubling of 2^j leaves keeps j segments.
 
 
 class Segment(NamedTuple):
-    """A part of a trajectory in the order in which it was made: momenta at its first and last state, and their sum ρ
-    over all states, each of shape (C, P)."""
+    """A part of a trajectory: momenta at its first and last state, and their sum ρ over all, each of shape (C, P)."""
 
     first: Tensor
     last: Tensor

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.rows import rows_of
-from lightning_sgmcmc.chains.density import Densities, vmap_refusal
+from lightning_sgmcmc.chains.energies import Densities, vmap_refusal
 from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -41,8 +41,7 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 
 
 def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
-    """Return all training data in the data set's order, without augmentation where a datamodule has its plain data, on
-    the model's device and in its dtype."""
+    """Return all training data in the data set's order, on the model's device and in its dtype, not augmented."""
     datamodule = data if isinstance(data, pl.LightningDataModule) else None
     with unchanged_generators([model.device]):
         loader = _loader(data, batch_size)
@@ -108,18 +107,14 @@ def _moved(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | 
 
 
 def _check_numbers(batches: Sequence[Any]) -> None:
-    counts: dict[int, int] = {}
-    for batch in batches:
-        for place, leaf in enumerate(pytree.tree_leaves(batch)):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                counts[place] = counts.get(place, 0) + int(leaf.isnan().sum())
-    bad = {place: count for place, count in counts.items() if count}
-    if bad:
-        place, count = next(iter(bad.items()))
-        raise ValueError(
-            f"the training data hold {count} NaN in part {place} of a batch (0 is the first tensor), and no energy is "
-            "finite with them: remove or impute these data"
-        )
+    for place, leaves in enumerate(zip(*map(pytree.tree_leaves, batches), strict=False)):
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        count = sum(int(leaf.isnan().sum()) for leaf in numbers)
+        if count:
+            raise ValueError(
+                f"the training data hold {count} NaN in part {place} of a batch (0 is the first tensor), and no energy "
+                "is finite with them: remove or impute these data"
+            )
 
 
 # -- energies ----------------------------------------------------------------------------------------------------------
@@ -132,12 +127,9 @@ PROBES = 32
 class FullEnergy:
     """U/τ over all data and its gradient, computed in pieces, whose memory does not grow with the data.
 
-        U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
-
     Energies are added up in double precision. The scales of a `HierarchicalPrior` are integrated out. Chains are
-    computed one after another, each bit for bit as alone, or all at once by `torch.vmap`. The model, in evaluation
-    mode, has its sampled parameters as views of one tensor; `names` has them in the order of the columns, which are
-    those of their sampled entries.
+    computed one after another, each bit for bit as alone, or all at once by `torch.vmap`. `names` has the sampled
+    parameters in the order of the columns, which are those of their sampled entries.
     """
 
     def __init__(
@@ -145,7 +137,6 @@ class FullEnergy:
     ) -> None:
         named = named_trainable(model)
         self.names = list(named)
-        self.gradients = 0
         self.temperature = temperature
         self._model = model
         self._batches = batches
@@ -181,7 +172,6 @@ class FullEnergy:
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return U/τ, shape (n,), float64, and its gradient, shape (n, P), at parameters of shape (n, P)."""
-        self.gradients += len(rows)
         with torch.enable_grad():
             if self._vmapped:
                 return self._together(rows)
@@ -262,10 +252,7 @@ class FullEnergy:
 
 
 class Problem:
-    """The posterior of a module given its data; the module is copied and stays as it is.
-
-    `model` is the copy in evaluation mode, `energy` U/τ over all data, and `initial` the chains' starts, shape (C, P).
-    """
+    """The posterior of a copy of a module given its data, with U/τ and the chains' starts, shape (C, P)."""
 
     def __init__(
         self,
@@ -319,8 +306,7 @@ class Problem:
         return self.model.chains.sharing.tensors()
 
     def sample(self, row: Tensor, energy: float, step: int, chain: int) -> PosteriorSample:
-        """Return a draw, parameters of shape (P,) with U/τ there, as a sample; iterations count from 1 with the
-        warm-up."""
+        """Return a draw, parameters of shape (P,) with U/τ there, as a sample."""
         model, shared = self.model, self.shared()
         self.energy.put(row)
         named = named_trainable(model)
@@ -328,16 +314,9 @@ class Problem:
         with torch.no_grad():
             scales = self._scales(step, chain)
             parameters = {name: tensor.detach().clone() for name, tensor in collapsed(named, model).items()}
-        return PosteriorSample(
-            step=step,
-            cycle=0,
-            chain=chain,
-            energy=energy * self.energy.temperature,
-            parameters=parameters,
-            buffers=buffers,
-            scales=scales,
-            shared=shared,
-        )
+        potential = energy * self.energy.temperature
+        parts: dict[str, Any] = {"parameters": parameters, "buffers": buffers, "scales": scales, "shared": shared}
+        return PosteriorSample(step, 0, chain, potential, **parts)
 
     def _scales(self, step: int, chain: int) -> dict[str, Tensor]:
         """Draw the scales of a hierarchical prior from their law given the parameters."""

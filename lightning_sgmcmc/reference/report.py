@@ -3,8 +3,9 @@
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,7 @@ def read_report(path: str | Path) -> ReferenceReport:
 
 
 def agreement(traces: np.ndarray) -> tuple[float, float, float]:
-    """Return the largest R-hat and the smallest bulk and tail sizes of traces, shape (C, S, Q); NaN for too few
-    draws."""
+    """Return the largest R-hat and the smallest bulk and tail sizes of traces, shape (C, S, Q); NaN for few draws."""
     found = [chain_diagnostics(traces[:, :, place]) for place in range(traces.shape[2])]
     values = np.array([(one.rhat, one.ess_bulk, one.ess_tail) for one in found])
     known = values[np.isfinite(values).all(1)]
@@ -189,10 +189,7 @@ LARGEST_STATE = 2**34
 
 
 class RunFolder:
-    """A folder in which one process at a time makes a run, and a later one continues it.
-
-    `samples` is the store, and `chains.pt` the state of the chains after an iteration that is complete in the store.
-    """
+    """A folder with a store and the state of its chains, in which one process makes a run, or continues it."""
 
     def __init__(
         self,
@@ -207,10 +204,8 @@ class RunFolder:
         self._lock = StoreLock(path / SAMPLES)
         try:
             self.state = self._saved()
-            if self.state is None:
-                self.store = self._created(description, columns, shared)
-            else:
-                self.store = self._continued(self.state)
+            create = partial(DiskStore.create, path / SAMPLES, description, columns, shared)
+            self.store = self._created(create) if self.state is None else self._continued(self.state)
         except BaseException:
             self._lock.release()
             raise
@@ -231,14 +226,15 @@ class RunFolder:
         for name, own in self._facts.items():
             if facts.get(name) != own:
                 what = name if name in ("data", "what is not sampled", "parameters") else f"{name}={facts.get(name)!r}"
+                now = repr(own) if len(repr(own)) <= 60 else f"{repr(own)[:60]}…"
                 raise ValueError(
-                    f"{self.path} has a run with another {what} (now {_shown(own)}), and a run cannot change what its "
-                    "draws depend on: pass the same, or another folder as out"
+                    f"{self.path} has a run with another {what} (now {now}), and a run cannot change what its draws "
+                    "depend on: pass the same, or another folder as out"
                 )
         found: dict[str, Any] = saved["state"]
         return found
 
-    def _created(self, description: Any, columns: Columns, shared: Mapping[str, Tensor]) -> DiskStore:
+    def _created(self, create: Callable[[], DiskStore]) -> DiskStore:
         manifest = self.path / SAMPLES / MANIFEST
         if manifest.exists():
             if len(DiskStore(self.path / SAMPLES)):
@@ -246,7 +242,7 @@ class RunFolder:
                     f"{self.path / SAMPLES} has samples of another run, without {STATE}: pass another folder as out"
                 )
             manifest.unlink()  # of a run that ended before its first draw
-        return DiskStore.create(self.path / SAMPLES, description, columns, shared)
+        return create()
 
     def _continued(self, state: Mapping[str, Any]) -> DiskStore:
         """Return the store without draws after the saved iteration, which are made again."""
@@ -269,11 +265,6 @@ class RunFolder:
     def close(self) -> None:
         """Let other processes use the folder."""
         self._lock.release()
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -341,24 +332,16 @@ class Traces:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present numbers; lists are not copied, and their lengths say what belongs to this moment."""
-        return {
-            "sums": self._sums,
-            "gradients": self._gradients,
-            "hamiltonians": (self._hamiltonians, len(self._hamiltonians)),
-            "draws": (self._draws, len(self._draws)),
-        }
+        """Return the present numbers; `to_write` makes tensors of their lists."""
+        lists = {"hamiltonians": list(self._hamiltonians), "draws": list(self._draws)}
+        return {"sums": self._sums, "gradients": self._gradients} | lists
 
     @staticmethod
-    def stacked(state: dict[str, Any]) -> dict[str, Any]:
-        """Return a run's state with its lists up to their lengths as tensors, to be written."""
-        traces = dict(state["traces"])
-        for name in ("hamiltonians", "draws"):
-            rows, length = traces[name]
-            traces[name] = torch.stack(rows[:length]) if length else torch.zeros(0)
-        return state | {"traces": traces}
+    def to_write(traces: dict[str, Any]) -> dict[str, Any]:
+        """Return what `state_dict` returned in the form of a file, which `load_state_dict` takes."""
+        tensors = {name: traces[name] for name in ("hamiltonians", "draws")}
+        return traces | {name: torch.stack(rows) if rows else torch.zeros(0) for name, rows in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `stacked` returned of these."""
         self._sums, self._gradients = dict(state["sums"]), state["gradients"]
         self._hamiltonians, self._draws = list(state["hamiltonians"].unbind()), list(state["draws"].unbind())

@@ -122,18 +122,13 @@ def sample(
     check_count("chains", chains, optional=False)
     check_count("batch_size", batch_size, optional=False)
     problem = Problem(module, data, batch_size, chains, start, seed, dtype)
-    return _drawn(module, problem, settings, None if out is None else Path(out))
-
-
-def _drawn(module: BayesianModule, problem: Problem, settings: Settings, path: Path | None) -> ReferencePosterior:
-    """Return the posterior of a run in a folder, or in memory."""
-    if path is None:
+    if out is None:
         store: SampleStore = MemoryStore()
         store.columns = problem.columns
         report = _Run(problem, settings, store, None).make()
     else:
         facts = problem.facts() | settings.law() | {"chains": len(problem.initial)}
-        folder = RunFolder(path, facts, description_for_store(module), problem.columns, problem.shared())
+        folder = RunFolder(Path(out), facts, description_for_store(module), problem.columns, problem.shared())
         try:
             report = _Run(problem, settings, folder.store, folder).make()
             write_report(folder.path, report)
@@ -148,8 +143,7 @@ def _drawn(module: BayesianModule, problem: Problem, settings: Settings, path: P
 
 
 class _Run:
-    """Makes the iterations of a run, and keeps its samples, traces and state; the state is continued from the
-    folder."""
+    """Makes the iterations of a run, from the folder's state if it has one, and keeps its samples, traces and state."""
 
     def __init__(self, problem: Problem, settings: Settings, store: SampleStore, folder: RunFolder | None) -> None:
         self._problem = problem
@@ -195,8 +189,8 @@ class _Run:
                 rank_zero_info(f"The run is saved at iteration {made}; the same call continues it.")
             raise
         self._save()
-        problem, settings = self._problem, self._settings
-        return self._traces.report(self._chains, settings, problem.initial.shape[1], problem.num_data, self._seconds)
+        parameters = self._problem.initial.shape[1]
+        return self._traces.report(self._chains, self._settings, parameters, self._problem.num_data, self._seconds)
 
     def _iterate(self) -> None:
         chains, settings, problem = self._chains, self._settings, self._problem
@@ -220,7 +214,7 @@ class _Run:
 
     def _save(self) -> None:
         if self._folder is not None:
-            self._folder.save(Traces.stacked(self._complete))
+            self._folder.save(self._complete | {"traces": Traces.to_write(self._complete["traces"])})
 
     def _tell_cost(self) -> None:
         """Say what the run will cost, from one gradient, if that is more than a minute."""

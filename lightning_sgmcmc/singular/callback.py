@@ -9,11 +9,10 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
-from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.samples import Drawing
 from lightning_sgmcmc.chains.schedule import require_schedule
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import is_trial
+from lightning_sgmcmc.chains.trainer import is_trial, log_scalars
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import (

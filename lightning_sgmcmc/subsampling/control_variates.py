@@ -11,12 +11,10 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, RunCost, SamplerCallback, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
-from lightning_sgmcmc.chains.density import Densities
+from lightning_sgmcmc.chains.energies import Densities, weighed
 from lightning_sgmcmc.chains.execution import evaluation_mode, state_of, undisturbed_generators
-from lightning_sgmcmc.chains.logging import is_logged, log_cost
-from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.chains.schedule import is_warming_up
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_logged, log_cost
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import pass_over_data

@@ -11,8 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.callback import ChainSizes, Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.chains.logging import is_logged, log_cost, log_scalars
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.subsampling.control_variates import ControlVariates, Snapshot, SnapshotCallback, rows_of

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.logging import is_logged, log_cost, log_scalars
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.samplers import Sampler, StepLaw
 from lightning_sgmcmc.seeding import derive_seed

@@ -19,8 +19,8 @@ from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.callback import Place, Run, SampledChains, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.chains.logging import is_logged, log_scalars
 from lightning_sgmcmc.chains.schedule import target_of
+from lightning_sgmcmc.chains.trainer import is_logged, log_scalars
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.seeding import derive_seed

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sgmcmc.chains.claims import BEFORE_UPDATE, SUBJECTS, Claims
+from lightning_sgmcmc.chains.state import BEFORE_UPDATE, SUBJECTS, Claims
 
 
 class First:
@@ -32,16 +32,12 @@ def test_an_unknown_subject_is_an_error() -> None:
         Claims().claim("paint", First())
 
 
-def test_a_released_subject_is_free() -> None:
+def test_after_clear_all_subjects_are_free() -> None:
     claims, first, second = Claims(), First(), Second()
     claims.claim("choose gradient", first, print)
-    claims.claim("prepare samples", first, print)
-    claims.release(first)
+    claims.clear()
     assert claims.get("choose gradient") is None
     claims.claim("choose gradient", second)
-    claims.claim("prepare samples", second)
-    claims.clear()
-    claims.claim("prepare samples", first)
 
 
 @pytest.mark.parametrize("order", [BEFORE_UPDATE, BEFORE_UPDATE[::-1]])

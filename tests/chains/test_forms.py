@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior, HierarchicalPrior
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule
-from lightning_sgmcmc.chains import row_energies as forms
-from lightning_sgmcmc.chains.row_energies import convolutions_of, unrolled_is_faster
+from lightning_sgmcmc.chains import execution as forms
+from lightning_sgmcmc.chains.execution import convolutions_of, unrolled_is_faster
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.priors import Prior
 from tests.support.trainers import quiet_trainer
