@@ -20,7 +20,6 @@ from lightning_sgmcmc.diagnostics.draws import (
     chain_diagnostics,
     normalised_weights,
     resample,
-    wasserstein_distance,
     weight_efficiency,
     within_groups,
 )
@@ -79,7 +78,6 @@ __all__ = [
     "sample_crps",
     "squared_distances",
     "total_variation",
-    "wasserstein_distance",
     "weight_efficiency",
     "weight_sketch",
     "within_groups",

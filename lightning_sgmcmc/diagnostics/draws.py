@@ -160,29 +160,6 @@ def resample(
     return torch.searchsorted(cumulative, places, right=True).clamp(max=last)
 
 
-def wasserstein_distance(first: Tensor, second: Tensor) -> float:
-    """Return W₁ = ∫|F - G| dx between two sets of equally weighted numbers with distribution functions F and G.
-
-    For the distance to a known law, pass as one set its quantiles at (i - 1/2)/n, i = 1, …, n.
-
-    Args:
-        first: shape (S,), finite.
-        second: shape (R,), finite.
-
-    Raises:
-        ValueError: if a set is empty, not one-dimensional, or not finite.
-
-    >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
-    2.0
-    """
-    from scipy.stats import wasserstein_distance as distance
-
-    sets = [numbers.cpu() for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
-    if len(sets) < 2 or not all(bool(numbers.isfinite().all()) for numbers in sets):
-        raise ValueError("each set must be one-dimensional, finite and not empty")
-    return float(distance(*sets))
-
-
 # -- chains ------------------------------------------------------------------------------------------------------------
 
 MIXED = 1.05

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.contour import ContourChoice, ContourGoals, EnergyLaw, choose_contour
+from lightning_sgmcmc.contour import ContourChoice, ContourGoals, choose_contour
+from lightning_sgmcmc.contour.partition import EnergyLaw
 from lightning_sgmcmc.health.verdict import ContourUse, contour_findings
 from lightning_sgmcmc.simulation import ContourRun, simulate
 
