@@ -133,14 +133,9 @@ class ContourState(NamedTuple):
 
 
 class Location(NamedTuple):
-    """The bins of chains' energies and what follows from them, each of shape (C,).
+    """The bins of chains' energies, int64 from 0, and what follows from them in float64, each of shape (C,).
 
-    Attributes:
-        index: bin of the energy, int64, from 0.
-        multiplier: κ, float64.
-        log_density: log Ψ of the energy (log π of its bin with weighting "bin"), float64.
-        energy: the energy, float64.
-        log_weight: the log importance weight, see `Contour.log_weight`, float64.
+    `multiplier` is κ, and `log_density` log Ψ of the energy (log π of its bin with weighting "bin").
     """
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
@@ -397,11 +392,10 @@ def _move_groups_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
 
 
 class ContourKernels:
-    """A contour's functions with its edges on a device.
+    """A contour's functions with its edges on a device; compiled, each is a few kernels instead of dozens.
 
-    Compiled, a function is a few kernels instead of dozens of operations on tensors of a handful of numbers. The step
-    size and the temperature, which change, are then tensors of shape (): a compiled function would be compiled again
-    for each new number. They are in the host's memory, from which a kernel takes them as arguments.
+    Step size and temperature, which change, are then tensors of shape () in the host's memory, from which a kernel
+    takes them as arguments: a compiled function would be compiled again for each new number.
     """
 
     def __init__(self, contour: Contour, device: torch.device, compiled: bool = False) -> None:
@@ -409,7 +403,8 @@ class ContourKernels:
         self._device = device
         self._compiled = compiled
         self._edges = contour.partition.edges(device)
-        functions: list[Callable[..., Any]] = [self._locate, self._encode, self._learn, self._learn_coded]
+        encode = contour.partition.encode
+        functions: list[Callable[..., Any]] = [self._locate, encode, self._learn, self._learn_coded]
         if compiled:
             functions = [torch.compile(function, dynamic=False) for function in functions]
         self._locates, self._encodes, self._learns, self._learns_coded = functions
@@ -432,8 +427,7 @@ class ContourKernels:
         self._learns_coded(state, codes, None, self._input(step_size))
 
     def learn_together(self, state: ContourState, location: Location, step_size: float) -> None:
-        """Update π from the locations of all chains by way of their encoded energies, as chains of several processes
-        do."""
+        """Update π from the locations of all chains, by their encoded energies as chains of several processes do."""
         self._learns_coded(state, location.energy, location.index, self._input(step_size))
 
     def _input(self, value: Control) -> Control:
@@ -442,9 +436,6 @@ class ContourKernels:
 
     def _locate(self, state: ContourState, energy: Tensor, temperature: Control) -> tuple[Tensor, ...]:
         return self._contour.locate(state, energy, temperature, self._edges)
-
-    def _encode(self, energy: Tensor, index: Tensor) -> Tensor:
-        return self._contour.partition.encode(energy, index)
 
     def _learn(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Control) -> None:
         if self._compiled:

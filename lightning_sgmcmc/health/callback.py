@@ -223,10 +223,8 @@ class ChainHealth(StepClaimant):
         of_chains = self._mean_over_processes if shared and self.run.layout.is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
-        contour = None if module.contour is None else module.contour.use()
         accepted = None if has_diverged else self._acceptance(trainer, of_chains)
-        cold = is_optimization(trainer, module)
-        facts = facts_of(module.chains, evaluation, module.plan, contour, cold, sampler, accepted)
+        facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)

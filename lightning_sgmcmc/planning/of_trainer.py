@@ -353,11 +353,6 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
-    """Write a run's plan to every logger: its kind and its known numbers, as `plan.…`."""
-    log_values(trainer, "plan", {"kind": plan.name or "unknown", **plan.scalars()})
-
-
 class Planner:
     """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
 
@@ -377,7 +372,7 @@ class Planner:
         self.is_timing = plan is not None and plan.steps is not None and plan.steps > TIMED[1]
         if plan is None:
             return
-        log_plan(trainer, plan)
+        log_values(trainer, "plan", {"kind": plan.name or "unknown", **plan.scalars()})
         rank_zero_info("\n".join(plan.sentences()))
         for sentence in plan.warnings:
             rank_zero_warn(f"RunPlan: {sentence}.")

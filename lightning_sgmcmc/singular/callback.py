@@ -30,7 +30,6 @@ from lightning_sgmcmc.figures.logging import log_figure
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.singular.estimate import (
     LearningCoefficientEstimate,
-    LocalFacts,
     estimate_of,
     few_relaxations,
     mode_difference,
@@ -193,18 +192,19 @@ class LearningCoefficient(SamplerCallback):
         if not self._recorded or traces is None or center is None:
             return
         chains, last = module.chains, _temperature_of(sampler)
-        facts = LocalFacts(
-            nbeta=chains.observed.num_data / self._temperature,
-            gamma=gamma_of(chains, self._temperature),
-            num_data=chains.observed.num_data,
-            center_loss=float(center.mean()) / chains.observed.num_data,
-        )
         notes = [other_temperature(self._temperature, last)]
         notes.append(few_relaxations(None if module.plan is None else module.plan.relaxation_times))
         if self._kind != "full" and differs_in_training(module):
             notes.append(mode_difference())
         steps, epochs, sizes = torch.tensor(self._recorded).unbind(1)
-        self.result = estimate_of(traces / self._temperature, steps, epochs, sizes, self._kind, facts, notes)
+        count = chains.observed.num_data
+        self.result = estimate_of(
+            *(traces / self._temperature, steps, epochs, sizes, self._kind, notes),
+            nbeta=count / self._temperature,
+            gamma=gamma_of(chains, self._temperature),
+            num_data=count,
+            center_loss=float(center.mean()) / count,
+        )
         self._publish(trainer, self.result)
 
     def _publish(self, trainer: pl.Trainer, result: LearningCoefficientEstimate) -> None:

@@ -123,15 +123,14 @@ def estimate_of(
     epochs: Tensor,
     sizes: Tensor,
     loss: str,
-    facts: "LocalFacts",
-    notes: Sequence[Finding | None] = (),
+    notes: Sequence[Finding | None],
+    **facts: Any,
 ) -> LearningCoefficientEstimate:
-    """Return the estimate from what a run recorded at each step or draw.
+    """Return the estimate from what a run recorded at each step or draw, and from known facts by their names.
 
     Args:
         traces: n·β·(L - L(w*)), shape (C, T).
         steps, epochs, sizes: the optimizer step, the epoch, and the number of data of the batch, shape (T,).
-        loss: "own", "full" or "step".
     """
     values = epoch_means(traces, epochs, sizes) if loss == "step" else widest(traces)
     found = chain_mean(values)
@@ -145,22 +144,12 @@ def estimate_of(
         of_chains=found.of_chains,
         rhat=found.rhat,
         ess=found.ess,
-        **vars(facts),
+        **facts,
         traces=widest(traces),
         steps=steps,
         loss=loss,
         findings=ranked(findings),
     )
-
-
-@dataclass(frozen=True)
-class LocalFacts:
-    """Numbers of a run around a centre, as in `LearningCoefficientEstimate`."""
-
-    nbeta: float
-    gamma: float | None
-    num_data: int
-    center_loss: float
 
 
 def few_relaxations(times: float | None) -> Finding | None:

@@ -131,15 +131,23 @@ def propose_lr(
             raise ValueError(NO_COLD_LIMIT.format(type(module.sampler).__name__))
         training.warm_up(length if burn_in_steps is None else burn_in_steps)
         rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
+        friction = None
         if runs.is_microcanonical:
             probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
             lr, friction, is_healthy, reason = choose_by_energy(probes)
-            return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
-        return _by_health(Prober(runs, training, form, length, tolerance), setting, max_probes)
+            limit = Limit.ENERGY_ERROR
+        else:
+            probes, (lr, limit, is_healthy, reason) = _by_health(
+                Prober(runs, training, form, length, tolerance), max_probes
+            )
+        setting = scaled(setting, lr / max(values_of(setting)))
+        ordered = tuple(sorted(probes, key=lambda probe: probe.lr))
+        made, whole = runs.steps_made, runs.length.steps
+        return StepProposal(lr, setting, limit, is_healthy, reason, ordered, made, whole, friction)
 
 
-def _by_health(prober: Prober, setting: Any, max_probes: int) -> StepProposal:
-    """Return the proposal of a sampler that heats, from probes of its health."""
+def _by_health(prober: Prober, max_probes: int) -> tuple[list[Probe], tuple[float, Limit, bool, str]]:
+    """Return probes of a sampler that heats, and the choice among them by their health."""
     runs, training, form = prober.runs, prober.training, prober.form
     least = training.time / form.lead if form.lead > 1 else 0.0
     first = _heat(prober, least, max_probes) if runs.is_tested else training.lr
@@ -150,24 +158,7 @@ def _by_health(prober: Prober, setting: Any, max_probes: int) -> StepProposal:
     smallest = min(probes, key=lambda probe: probe.lr)
     if smallest.refusal and not any(probe.healthy for probe in probes):  # then the reason is not the step
         raise ValueError(f"no short run could begin: {smallest.refusal}")
-    lr, limit, is_healthy, reason = choose(probes, least, training.lr)
-    return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
-
-
-def _proposal(
-    runs: ShortRuns,
-    setting: Any,
-    lr: float,
-    limit: Limit,
-    is_healthy: bool,
-    reason: str,
-    probes: Sequence[Probe],
-    friction: float | None = None,
-) -> StepProposal:
-    """Return the proposal, with the module's setting in proportion."""
-    setting = scaled(setting, lr / max(values_of(setting)))
-    ordered = tuple(sorted(probes, key=lambda p: p.lr))
-    return StepProposal(lr, setting, limit, is_healthy, reason, ordered, runs.steps_made, runs.length.steps, friction)
+    return probes, choose(probes, least, training.lr)
 
 
 def _check_arguments(
@@ -328,9 +319,9 @@ class EnergyErrors(SamplerCallback):
         return found if math.isfinite(found) else math.inf
 
     def friction(self, sampler: MCLMC) -> float:
-        """Return √(τ/s²), with s² the mean variance of the coordinates over the measured steps, scaled as the momenta.
+        """Return √(τ/s²), at which the momentum forgets its direction over √d·s.
 
-        The momentum then forgets its direction over a length of √d·s.
+        s² is the mean variance of the coordinates over the measured steps, scaled as the momenta.
         """
         steps, total, count, place = len(self._errors), 0.0, 0, 0
         for group in sampler.param_groups:
