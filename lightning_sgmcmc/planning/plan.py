@@ -532,16 +532,8 @@ def _notes(
         which = "all tensors" if len(unknown) == len(tensors) else ", ".join(unknown[:3])
         notes.append(f"The prior's scale is unknown for {which}: relaxation and temperature are not planned there.")
     elif facts.temperature > 0 and not reached:
-        notes.append(_without_law(sampler))
+        why = f"{type(sampler).__name__}'s law does not say how its position moves (StepLaw(move=…))"
+        if sampler.planned_law(sampler.param_groups[0]) is None:
+            why = "The sampler's steps depend on the gradients"
+        notes.append(f"{why}, so relaxation and temperature are not planned.")
     return tuple(notes)
-
-
-def _without_law(sampler: Sampler) -> str:
-    """Return why no linear rule follows a sampler's steps."""
-    name, law = type(sampler).__name__, sampler.planned_law(sampler.param_groups[0])
-    if law is None:
-        return "The sampler's steps depend on the gradients, so relaxation and temperature are not planned."
-    return (
-        f"{name}'s law does not say how its position moves (StepLaw(move=…)), so relaxation and temperature are not "
-        "planned."
-    )

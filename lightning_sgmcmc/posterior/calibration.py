@@ -18,6 +18,7 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.checks import check_choice, check_within
 from lightning_sgmcmc.diagnostics import decisions
+from lightning_sgmcmc.predictions.mixture import tempered
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -51,7 +52,7 @@ def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor,
     if not isinstance(prediction, ClassPrediction):
         return None
     probabilities, labels = likelihood.scored(prediction, target)
-    nll = [decisions.class_nll(decisions.tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
     return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
 
 
@@ -132,7 +133,7 @@ def fit_calibration(
             )
         before, after = (
             decisions.class_nll(probabilities, labels),
-            decisions.class_nll(decisions.tempered(probabilities, value), labels),
+            decisions.class_nll(tempered(probabilities, value), labels),
         )
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):

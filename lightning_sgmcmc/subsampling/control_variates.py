@@ -173,15 +173,8 @@ def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = Non
 class SnapshotCallback(SamplerCallback):
     """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 
-    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with other data. It passes over all
-    data, and also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward
-    pass. Subclasses implement `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the
-    gradient of a whole batch.
-
-    Args:
-        start_epoch: first epoch, from 0, with a snapshot.
-        every_n_epochs: q.
-        gradients: whether gradients at θ_q are computed.
+    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with other data, by a pass over all
+    data. It also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward pass.
     """
 
     changes_chain = True
@@ -239,11 +232,7 @@ class SnapshotCallback(SamplerCallback):
         return False
 
     def process_batch(self, log_likelihood: Tensor) -> None:
-        """Process one batch of the pass over all data.
-
-        Args:
-            log_likelihood: log p(y|x,θ_q) of each datum, shape (C, n), with its graph if gradients are computed.
-        """
+        """Process log p(y|x,θ_q), shape (C, n), of a batch of all data, with its graph if gradients are computed."""
 
     def end_pass(self) -> None:
         """Combine the results of the pass over all data."""
@@ -340,11 +329,8 @@ class SnapshotCallback(SamplerCallback):
             self._snapshot.clear()
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
-        """Process the gradient of a whole batch: the parameters hold it, times `batch_share`.
-
-        Args:
-            snapshot: the snapshot, with the summed gradients of the batch's micro-batches there.
-        """
+        """Process the gradient of a whole batch: the parameters hold it, times `batch_share`, and the snapshot the sum
+        of its micro-batches' there."""
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 

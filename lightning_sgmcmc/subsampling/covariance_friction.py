@@ -91,10 +91,8 @@ FrictionForm: TypeAlias = Literal["diagonal", "matrix"]
 class MovingCovariance:
     """The covariance C of mini-batch gradients ñ, or its diagonal, calibrated on a pass over all batches at a place ω.
 
-    Afterwards each batch of a step replaces its gradient at ω by its present one, with weight w = 1/batches of an
-    epoch. From the second epoch after a calibration on, earlier replacements decay with the same weight.
-
-    Source: Li et al. 2021 (EWSG), Algorithm 2.
+    Afterwards each batch replaces its gradient at ω by its present one, with weight w = 1/batches of an epoch; see
+    `CovarianceFriction`.
     """
 
     def __init__(self, form: FrictionForm) -> None:
@@ -152,15 +150,13 @@ class MovingCovariance:
             self.current = self._moments.covariance()
 
     def replace(self, present: Tensor, reference: Tensor) -> None:
-        """Replace a batch's gradient at ω by its present one, both of shape (C, d) and overwritten, the present one
-        with the prior's part. Chains whose gradient is not finite keep the one at ω, since their step may be
-        skipped.
-        """
+        """Replace a batch's gradient at ω by its present one, with the prior's part, both of shape (C, d) and
+        overwritten."""
         if self._moments is None:
             return
         present.sub_(self._origin).sub_(self._prior)
         reference.sub_(self._origin)
-        finite = present.isfinite().all(1, keepdim=True)
+        finite = present.isfinite().all(1, keepdim=True)  # a chain's other step may be skipped
         if self._calibrated is not None and self._seen * self._weight > 1 - self._weight / 2:  # a whole epoch
             for moment, calibrated in zip(self._moments, self._calibrated, strict=True):
                 moment.lerp_(calibrated, self._weight)

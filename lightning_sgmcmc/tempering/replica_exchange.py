@@ -202,7 +202,6 @@ class ReplicaExchange(StepClaimant):
                 f"ReplicaExchange has a ladder of {slots} temperatures, but the run has {chains} chains: pass "
                 f"num_chains={slots}, or a multiple of it"
             )
-        self._warn_of_other_laws()
         for name in ("temperature", "lr"):
             if isinstance(getattr(module, name), tuple | list):
                 raise ValueError(
@@ -211,9 +210,6 @@ class ReplicaExchange(StepClaimant):
                 )
         if target_of(trainer, module) == 0:
             raise ValueError("ReplicaExchange needs a temperature above 0: at 0 all slots are the same")
-
-    def _warn_of_other_laws(self) -> None:
-        """Warn if the samples are not all of the run's temperature."""
         sampled = self.temperatures[: self.sampled_slots]
         if sampled != (1.0,):
             rank_zero_warn(

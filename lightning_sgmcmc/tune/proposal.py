@@ -200,10 +200,9 @@ def repeat_longer(
 ) -> list[Probe]:
     """Return the probes, with longer ones where validation data would choose a step below another healthy one.
 
-    Short runs favour small steps, which leave the chain at the optimum where it began: a large one needs longer to
-    reach as good a place, and then may well be as good. The longer probes are those of the chosen step, and of healthy
-    steps above it, the largest first, until one is not worse, and one between that and the next. Healthy probes without
-    a longer one are left out then.
+    Short runs favour small steps, which leave the chain at the optimum where it began. The longer probes are of the
+    chosen step, of healthy steps above it, the largest first, until one is not worse, and of one between that and the
+    next. Healthy probes without a longer one are left out then.
     """
     lr, limit, *_ = choose(probes, least, fallback)
     if limit is not Limit.VALIDATION:
@@ -225,11 +224,8 @@ def repeat_longer(
 def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[float, Limit, bool, str]:
     """Return the proposed step size, what binds, whether it is healthy, and a sentence.
 
-    Among the healthy steps below the smallest unhealthy one it is the largest whose average predicts the validation
-    data as well as the best; without such data the largest.
-
-    Args:
-        least: the smallest step size that trains within the run; smaller ones are chosen only if there is no other.
+    Among the healthy steps below the smallest unhealthy one, of those from `least` on if there are any, it is the
+    largest whose average predicts the validation data as well as the best; without such data the largest.
     """
     below = _below_limit(probes)
     if not below:

@@ -346,7 +346,7 @@ def _generators(states: TorchStates, device: torch.device) -> Iterator[None]:
 class EnergyProber(Prober):
     """Makes probes of MCLMC, each from the end of the last, and judges them by their energy errors.
 
-    Callbacks that change the gradient, and clipping, take no part, since their steps conserve no energy.
+    Callbacks that change the gradient, and clipping, take no part: such steps conserve no energy.
     """
 
     _state: State = field(default_factory=list)
@@ -368,10 +368,8 @@ class EnergyProber(Prober):
         return replace(probe, limit=limit, reason=reason, energy_variance=variance, friction=friction)
 
     def _first_steps(self) -> list[StepControls]:
-        """Return those of steps at the full lr, as many as the run's own burn-in but at most three probes' lengths.
-
-        The scale of a full gradient shows only while the chain moves, and MCLMC cannot heat on the way.
-        """
+        """Return those of a burn-in of at most three probes' lengths at the full lr: the scale of a full gradient shows
+        only while the chain moves, and MCLMC cannot heat on the way."""
         return [HOT] * min(round(self.form.lead), LONGEST * self.steps) if self.runs.has_preconditioner else []
 
     def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
@@ -401,11 +399,8 @@ def _near(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool, str]:
-    """Return the proposed step size and friction, whether they are healthy, and a sentence.
-
-    The step size is the mean of the corrected ones of the probes near the wanted variance, or else that of the last
-    probe, so the probes are in the order in which they were made; the friction is that of the same probes.
-    """
+    """Return the mean corrected step size and friction of the probes near the wanted variance, else of the last one
+    made, whether they are healthy, and a sentence."""
     used = _near(probes) or list(probes[-1:])
     lr = _geometric_mean([corrected(p) for p in used])
     frictions = [p.friction for p in used if p.friction is not None]

@@ -299,10 +299,7 @@ class ShortRuns:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the module's tensors and the attributes that a fit sets at the end.
-
-        Copying the module is not safe: compiled networks and attributes of a subclass may not copy.
-        """
+        """Restore at the end what a fit sets: a copy is not safe, since compiled networks may not copy."""
         module, kept = self.module, self.state()
         names = ("lr", "num_data", "posterior", "evaluations", "health", "plan")
         plain = {name: getattr(module, name) for name in names}
@@ -321,10 +318,8 @@ class ShortRuns:
 
 
 def _changes_the_noise(callback: pl.Callback) -> bool:
-    """Return whether a callback changes the gradient's noise or the chains' temperatures.
-
-    A contour needs a learned range of energies, which short runs have not.
-    """
+    """Return whether a callback changes the gradient's noise or the chains' temperatures; a contour is left out, since
+    short runs have no range of energies."""
     if isinstance(callback, Schedule | FirstStage | ContourGradient) or not isinstance(callback, SamplerCallback):
         return False
     return callback.changes_chain
