@@ -199,12 +199,7 @@ class ContourGradient(StepClaimant):
     def plan_note(self) -> str:
         return "A contour scales the gradient; the plan is for the unflattened target."
 
-    def _open(
-        self,
-        contour: Contour,
-        initial: ContourState | None = None,
-        saved: dict[str, Any] | None = None,
-    ) -> None:
+    def _open(self, contour: Contour, initial: ContourState | None = None, saved: dict[str, Any] | None = None) -> None:
         """Start the contour, with an initial π or that of a checkpoint."""
         run = self.run
         on_gpu = run.chains.flat is not None and run.chains.flat.fused

@@ -407,8 +407,10 @@ def resampled_means(values: Array, resamples: int = RESAMPLES, seed: int = 0) ->
     Args:
         values: m quantities of n data, shape (m, n), in an order without meaning.
     """
-    sums = _block_sums(np.concatenate([values, np.ones_like(values[:1])]))  # the last row is the blocks' sizes
+    sums = np.concatenate([values, np.ones_like(values[:1])])  # the last row is the sizes of data or blocks
     rows, count = sums.shape
+    if count > MOST_BLOCKS:  # of sizes that differ by at most 1
+        sums, count = np.add.reduceat(sums, np.arange(MOST_BLOCKS) * count // MOST_BLOCKS, axis=1), MOST_BLOCKS
     generator = np.random.default_rng(seed)
     at_once = max(CHUNK // (rows * count), 1)
     parts = []
@@ -417,14 +419,6 @@ def resampled_means(values: Array, resamples: int = RESAMPLES, seed: int = 0) ->
         drawn = sums.take(indices, axis=1).sum(-1)
         parts.append(drawn[:-1] / drawn[-1])
     return np.concatenate(parts, 1)
-
-
-def _block_sums(values: Array) -> Array:
-    """Return the sums of at most `MOST_BLOCKS` blocks of data, whose sizes differ by at most 1; shape (m, blocks)."""
-    count = values.shape[1]
-    if count <= MOST_BLOCKS:
-        return values
-    return np.add.reduceat(values, np.arange(MOST_BLOCKS) * count // MOST_BLOCKS, axis=1)
 
 
 def percentile_interval(draws: Array, confidence: float = CONFIDENCE) -> tuple[float, float]:

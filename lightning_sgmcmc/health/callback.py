@@ -109,6 +109,7 @@ class ChainHealth(StepClaimant):
         module, sampler = run.module, run.sampler
         self._folder = run_folder(run.trainer)
         names = {p: name for name, p in module.named_parameters()}
+        algorithm = str(run.trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower()
         self._params = [p for group in sampler.param_groups for p in group["params"]]
         self._observer = StepObserver(
             [names.get(p, f"parameter {i}") for i, p in enumerate(self._params)],
@@ -117,7 +118,7 @@ class ChainHealth(StepClaimant):
             sampler.num_chains,
             self.every_n_steps,
             self.warm_up,
-            _clipping_of(run.trainer),
+            Clipping(run.trainer.gradient_clip_val, "value" if algorithm == "value" else "norm"),
             [sampler.sampled_numel(p) for p in self._params],
         )
         self._step = sampler.step_count
@@ -171,20 +172,17 @@ class ChainHealth(StepClaimant):
         laws = [self._law(group) for group in sampler.param_groups]
         observer.after_update(laws)
         if observer.is_pending:
-            pairs = zip(sampler.param_groups, laws, strict=True)
-            seen = module.chains.observed
-            steps = [self._group_step(group, law) for group, law in pairs]
+            num_data, seen = sampler.num_data, module.chains.observed
+            assert num_data is not None  # the step had noise
+            steps = []
+            for group, law in zip(sampler.param_groups, laws, strict=True):
+                controls = group["temperature"], group["gradient_multiplier"]
+                steps.append(GroupStep(law, *controls, num_data, sampler.stored_momenta(group)))
             observer.add(steps, seen.energy.mean(), seen.log_prior.mean())
 
     def _law(self, group: dict[str, Any]) -> StepLaw:
         law = self.run.sampler.law(group)
         return self.run.sampler.langevin_law(group) if law is None else law
-
-    def _group_step(self, group: dict[str, Any], law: StepLaw) -> GroupStep:
-        num_data = self.run.sampler.num_data
-        assert num_data is not None  # the step had noise
-        momenta = self.run.sampler.stored_momenta(group)
-        return GroupStep(law, group["temperature"], group["gradient_multiplier"], num_data, momenta)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -272,8 +270,3 @@ class ChainHealth(StepClaimant):
         else:
             state = self._observer.state_dict()
         return state | {"warned": sorted(self._warned)}
-
-
-def _clipping_of(trainer: pl.Trainer) -> Clipping:
-    algorithm = str(trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower()
-    return Clipping(trainer.gradient_clip_val, "value" if algorithm == "value" else "norm")

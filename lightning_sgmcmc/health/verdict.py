@@ -196,11 +196,10 @@ def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) ->
     report = replace(report, run=measures)
     kind, reason = _kind(report, facts)
     report = replace(report, kind=kind, reason=reason)
+    found = [_acceptance(facts), *contour_findings(facts.contour), _chains(report, facts), _average(facts)]
     if estimates is not None:
-        report = report.with_findings(_at_chance(report, facts, estimates), _target(report, facts, estimates))
-        report = report.with_findings(_preconditioner(facts))
-    report = report.with_findings(_acceptance(facts))
-    return report.with_findings(*contour_findings(facts.contour), _chains(report, facts), _average(facts))
+        found += [_at_chance(report, facts, estimates), _target(report, facts, estimates), _preconditioner(facts)]
+    return report.with_findings(*found)
 
 
 def _measures(report: HealthReport, facts: RunFacts, estimates: Estimates | None) -> RunMeasures:

@@ -267,12 +267,7 @@ def _notes(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, approximat
     notes += filter(None, [callback.plan_note() for callback in declared(trainer)])
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
-    return notes + _on_data(trainer, module)
-
-
-def _on_data(trainer: pl.Trainer, module: ChainModel) -> list[str]:
-    """Return notes on N and the order of the data."""
-    rows, notes = training_rows(trainer), []
+    rows = training_rows(trainer)
     if rows.count is not None and rows.count != module.num_data:
         notes.append(
             f"N = {module.num_data:,} as given, whereas the loader has {rows.count:,} rows: the first epoch compares N "

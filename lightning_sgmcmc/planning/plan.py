@@ -210,7 +210,8 @@ class RunPlan:
         count = "" if self.samples is None else f"{_counted(self.samples, 'sample')} of "
         lines = [f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {_temperature(self)}."]
         if self.temperature > 0:
-            lines.append(f"Relaxation times in {_where(self)}: {_known(self.relaxation_times)} of {WANTED:g}.")
+            times = UNKNOWN if self.relaxation_times is None else _rounded(self.relaxation_times)
+            lines.append(f"Relaxation times in {_where(self)}: {times} of {WANTED:g}.")
             lines.append(_draws(self))
             lines.append(_heat(self))
         lines.append(_cost(self))
@@ -337,10 +338,6 @@ def _rounded(value: float) -> str:
     ('140', '3.1', '0.012')
     """
     return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
-
-
-def _known(value: float | None) -> str:
-    return UNKNOWN if value is None else _rounded(value)
 
 
 def _counted(count: int, name: str) -> str:

@@ -4,8 +4,9 @@ The controls of a run's steps are blocks of equal steps; in each, the sampler's 
 `recursion.py` computes.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -116,14 +117,14 @@ def _of_chain(
     if rule is None:
         return None
     weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
-    quiet = LinearRule(rule.move, rule.damping, rule.force, rule.variance * 0, rule.time_step, rule.scale)
+    quiet = replace(rule, variance=rule.variance * 0)
     start = torch.cat([torch.zeros_like(curvature), torch.ones_like(curvature)])
-    joined, twice = _joined(rule, quiet), curvature.repeat(2)
+    joined, twice = rule.mapped(lambda *pair: torch.cat(pair, 1), quiet), curvature.repeat(2)
     moments = stage_moments(joined, blocks.counts, blocks.is_sampling, twice, start, weights.repeat(1, 2))
     noise, decay = moments.anchored.chunk(2)
     times = rule.relaxation(curvature).clamp_min(0) * torch.tensor(blocks.counts)[:, None]
     first = blocks.is_sampling.index(True) if any(blocks.is_sampling) else len(blocks.counts)
-    later = LinearRule(rule.move, *(field[first:] for field in rule.tensors()))
+    later = rule.mapped(lambda tensor: tensor[first:])
     draws = draws_of_mean(later, blocks.counts[first:], curvature)
     return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling), draws
 
@@ -135,17 +136,8 @@ def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor) -
         rule = linear_rule(sampler, group, lrs, temperatures)
         if rule is None:
             return None
-        joined = rule if joined is None else _chosen(groups == index, rule, joined)
+        joined = rule if joined is None else rule.mapped(functools.partial(torch.where, groups == index), joined)
     return joined
-
-
-def _chosen(where: Tensor, one: LinearRule, other: LinearRule) -> LinearRule:
-    pairs = zip(one.tensors(), other.tensors(), strict=True)
-    return LinearRule(one.move, *(torch.where(where, a, b) for a, b in pairs))
-
-
-def _joined(one: LinearRule, other: LinearRule) -> LinearRule:
-    return LinearRule(one.move, *(torch.cat(pair, 1) for pair in zip(one.tensors(), other.tensors(), strict=True)))
 
 
 def _stretches(times: Tensor, is_hot: Tensor, is_sampling: Sequence[bool]) -> Tensor:
@@ -261,13 +253,8 @@ def linear_rule(sampler: Sampler, group: Mapping[str, Any], lr: Tensor, temperat
     )
     variance = torch.where(temperature > 0, variance, 0.0)
     move = "alone" if law.thermal is None or law.move is None else law.move
-    return LinearRule(move, damping, force, variance, time, _rescaling(sampler, lr, temperature))
-
-
-def _rescaling(sampler: Sampler, lr: Tensor, temperature: Tensor) -> Tensor:
-    """Return the factor of the momentum before each block."""
-    scale = torch.ones_like(lr)
+    scale = torch.ones_like(lr)  # of the momentum before each block
     if sampler.cold_momentum_is_over_lr and len(lr) > 1:
         still = (temperature[1:] == 0) & (temperature[:-1] == 0) & (lr[:-1] > 0)
         scale[1:] = torch.where(still, lr[1:] / lr[:-1].clamp_min(1e-300), 1.0)
-    return scale
+    return LinearRule(move, damping, force, variance, time, scale)

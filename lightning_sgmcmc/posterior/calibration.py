@@ -18,7 +18,6 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.checks import check_choice, check_within
 from lightning_sgmcmc.diagnostics import decisions
-from lightning_sgmcmc.predictions.mixture import tempered
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -33,6 +32,7 @@ from lightning_sgmcmc.predictions import (
     Prediction,
     RegressionPrediction,
 )
+from lightning_sgmcmc.predictions.mixture import tempered
 from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor

@@ -28,13 +28,7 @@ from lightning_sgmcmc.evaluation.passes import (
 )
 from lightning_sgmcmc.figures.logging import log_figure
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.singular.estimate import (
-    LearningCoefficientEstimate,
-    estimate_of,
-    few_relaxations,
-    mode_difference,
-    other_temperature,
-)
+from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate, estimate_of, notes_on
 from lightning_sgmcmc.tensors import exact, exact_device
 
 FIRST_ROOM = 256
@@ -191,11 +185,10 @@ class LearningCoefficient(SamplerCallback):
         traces, center = self._gathered()
         if not self._recorded or traces is None or center is None:
             return
-        chains, last = module.chains, _temperature_of(sampler)
-        notes = [other_temperature(self._temperature, last)]
-        notes.append(few_relaxations(None if module.plan is None else module.plan.relaxation_times))
-        if self._kind != "full" and differs_in_training(module):
-            notes.append(mode_difference())
+        chains = module.chains
+        differs = self._kind != "full" and differs_in_training(module)
+        times = None if module.plan is None else module.plan.relaxation_times
+        notes = notes_on(times, differs, (self._temperature, _temperature_of(sampler)))
         steps, epochs, sizes = torch.tensor(self._recorded).unbind(1)
         count = chains.observed.num_data
         self.result = estimate_of(

@@ -123,7 +123,7 @@ def estimate_of(
     epochs: Tensor,
     sizes: Tensor,
     loss: str,
-    notes: Sequence[Finding | None],
+    notes: Sequence[Finding],
     **facts: Any,
 ) -> LearningCoefficientEstimate:
     """Return the estimate from what a run recorded at each step or draw, and from known facts by their names.
@@ -152,37 +152,35 @@ def estimate_of(
     )
 
 
-def few_relaxations(times: float | None) -> Finding | None:
-    """Return the note that the localisation's directions have not relaxed, by the plan's relaxation times, or None."""
-    if times is None or times >= 1:
-        return None
-    return Finding(
-        FindingKind.RELAXATION,
-        f"relaxation: the run covers {times:.2g} relaxation times of the directions in which only γ holds the chains",
-        remedy="use a larger gamma or lr, or more steps",
-        severity="note",
-    )
+def notes_on(
+    relaxation_times: float | None, differs_in_training: bool, temperatures: tuple[float, float]
+) -> list[Finding]:
+    """Return the findings on a run's settings.
 
-
-def mode_difference() -> Finding:
-    """Return the note that a network's loss differs between training and evaluation mode."""
-    return Finding(
-        FindingKind.OTHER,
-        "other: dropout or BatchNorm makes the loss of a step another function than the loss in evaluation mode",
-        remedy="pass loss='full', or remove dropout and freeze BatchNorm (module.eval())",
-        severity="note",
-    )
-
-
-def other_temperature(first: float, last: float) -> Finding | None:
-    """Return the finding that the temperature has changed among the draws, or None."""
-    if math.isclose(first, last, rel_tol=1e-6):
-        return None
-    return Finding(
-        FindingKind.OTHER,
-        f"other: the temperature changed from {first:.4g} to {last:.4g}, so the draws have no one n·β",
-        remedy="use a schedule with one temperature",
-    )
+    Args:
+        relaxation_times: those that the plan expects of the directions that only γ holds; None if unknown.
+        differs_in_training: whether the loss of a step is another function than that in evaluation mode.
+        temperatures: of the first and of the last draw.
+    """
+    found = []
+    if not math.isclose(*temperatures, rel_tol=1e-6):
+        first, last = temperatures
+        sentence = f"other: the temperature changed from {first:.4g} to {last:.4g}, so the draws have no one n·β"
+        found.append(Finding(FindingKind.OTHER, sentence, remedy="use a schedule with one temperature"))
+    if relaxation_times is not None and relaxation_times < 1:
+        sentence = (
+            f"relaxation: the run covers {relaxation_times:.2g} relaxation times of the directions in which only γ "
+            "holds the chains"
+        )
+        remedy = "use a larger gamma or lr, or more steps"
+        found.append(Finding(FindingKind.RELAXATION, sentence, remedy=remedy, severity="note"))
+    if differs_in_training:
+        sentence = (
+            "other: dropout or BatchNorm makes the loss of a step another function than the loss in evaluation mode"
+        )
+        remedy = "pass loss='full', or remove dropout and freeze BatchNorm (module.eval())"
+        found.append(Finding(FindingKind.OTHER, sentence, remedy=remedy, severity="note"))
+    return found
 
 
 # -- draws around a center ---------------------------------------------------------------------------------------------

@@ -331,19 +331,17 @@ class CovarianceFriction(SnapshotCallback):
                 "CovarianceFriction supports one friction γ, but the sampler has several parameter groups: give the "
                 "sampler one group"
             )
-        self._check_size(sum(p.numel() for p in sampler.param_groups[0]["params"]) // chains.num_chains)
-        super().begin(run, saved)
-        if saved is not None:
-            own, device = run.layout.own, run.module.device
-            self.covariance.load_state_dict(saved, lambda rows: own(rows).to(device, copy=True))
-        sampler.extra_drag = self._drag
-
-    def _check_size(self, parameters: int) -> None:
+        parameters = sum(p.numel() for p in sampler.param_groups[0]["params"]) // chains.num_chains
         if self.form == "matrix" and parameters > LARGEST_MATRIX:
             raise ValueError(
                 f"form='matrix' needs matrices of {parameters:,} by {parameters:,} numbers, one row for each "
                 f"parameter, and the limit is {LARGEST_MATRIX:,} rows: use form='diagonal'"
             )
+        super().begin(run, saved)
+        if saved is not None:
+            own, device = run.layout.own, run.module.device
+            self.covariance.load_state_dict(saved, lambda rows: own(rows).to(device, copy=True))
+        sampler.extra_drag = self._drag
 
     def memory(self, sizes: ChainSizes) -> int:
         second = sizes.parameters * (sizes.numel if self.form == "matrix" else 1)

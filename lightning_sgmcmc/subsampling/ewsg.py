@@ -273,8 +273,6 @@ class EWSG(StepClaimant):
     def _log_weights(self, candidates: Tensor) -> Tensor:
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
         groups = self.run.sampler.param_groups
-        if len(groups) == 1:
-            return self._log_weights_of(groups[0], candidates)
         sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
         parts = zip(groups, candidates.split(sizes, -1), strict=True)
         return functools.reduce(torch.add, (self._log_weights_of(group, part) for group, part in parts))

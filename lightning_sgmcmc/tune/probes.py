@@ -44,12 +44,9 @@ class Trial:
 
 @dataclass
 class Training:
-    """Trials of optimization, and the state that they led to.
+    """Trials of optimization, and the warmed-up state that they led to, with the lowest Ũ.
 
-    Attributes:
-        setting, given: the module's lr, and the largest number in it.
-        state, energy: the warmed-up state and its Ũ, the lowest that was found.
-        lr: the step size that lowers the energy of the start most in some steps.
+    `setting` is the module's lr, `given` the largest number in it, and `lr` what lowers the start's energy most.
     """
 
     runs: ShortRuns
@@ -272,8 +269,14 @@ class Prober:
         report = self.runs.module.health
         assert report is not None
         total = report.total or Temperatures()
-        heat = self._heat(report, total) if self.runs.acceptance is None else self._rejections()
-        limit, reason = self._exploration(found) or heat or self._chance(report) or (None, "")
+        rate, heat = self.runs.acceptance, None
+        if rate is None:
+            heat = self._heat(report, total)
+        elif rate < OFTEN_ACCEPTED:  # the test makes the law exact at any heat of the steps
+            wanted = f"acceptance: {rate:.2g} of the trajectories, wanted {OFTEN_ACCEPTED:g}"
+            heat = Limit.ACCEPTANCE, wanted
+        at_chance = [(Limit.CHANCE, f.sentence) for f in report.findings if f.kind is FindingKind.AT_CHANCE]
+        limit, reason = self._exploration(found) or heat or next(iter(at_chance), (None, ""))
         share = max(report.gradient_noise_share.values(), default=None)
         nll, density = self._validation()
         if self.form.is_steady:
@@ -281,14 +284,7 @@ class Prober:
         energies = found.of(Stage.SAMPLING)
         energy = float(energies.mean()) if len(energies) else None
         probe = Probe(lr, total.kinetic, total.configurational, share, energy, nll, limit, reason, density)
-        return replace(probe, acceptance=self.runs.acceptance)
-
-    def _rejections(self) -> tuple[Limit, str] | None:
-        """Return whether the run's test, which makes the law exact at any heat of the steps, rejects too many."""
-        rate = self.runs.acceptance
-        if rate is None or rate >= OFTEN_ACCEPTED:
-            return None
-        return Limit.ACCEPTANCE, f"acceptance: {rate:.2g} of the trajectories, wanted {OFTEN_ACCEPTED:g}"
+        return replace(probe, acceptance=rate)
 
     def _validation(self) -> tuple[float | None, Tensor | None]:
         evaluation = self.runs.module.evaluations.get("val")
@@ -356,8 +352,3 @@ class Prober:
                 reason = f"energy: {energy.mean:.6g} is above the expected {highest:.6g}"
                 return Limit.DISCRETIZATION, reason
         return None
-
-    def _chance(self, report: HealthReport) -> tuple[Limit, str] | None:
-        """Return whether the model is at chance."""
-        chance = next((f for f in report.findings if f.kind is FindingKind.AT_CHANCE), None)
-        return None if chance is None else (Limit.CHANCE, chance.sentence)
