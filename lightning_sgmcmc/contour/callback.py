@@ -190,10 +190,9 @@ class ContourGradient(StepClaimant):
         if saved is not None:
             self._watch.load_state_dict(saved["watch"])
             contour = self._start.load_state_dict(saved)
-        given = self._start.given() if contour is None else None
         if contour is not None:
             self._open(contour, saved=saved)
-        elif given is not None:
+        elif (given := self._start.given()) is not None:
             self._open(given)
 
     def plan_note(self) -> str:

@@ -308,14 +308,7 @@ class Contour:
         return log_share.nan_to_num(nan=-math.inf).clamp(max=math.log(LARGEST_SHARE))
 
     def learn_densely_(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Tensor) -> None:
-        """Do the work of `learn_` by operations on all bins, which a compiler fuses; equal up to rounding.
-
-        Args:
-            state: as for `learn_`.
-            index: as for `learn_`.
-            log_density: as for `learn_`.
-            step_size: ω > 0, shape ().
-        """
+        """Do the work of `learn_` by operations on all bins, which a compiler fuses; equal up to rounding."""
         log_vector, visits = state
         if self.rules.scheme == "high-order" or (log_vector.dim() == 2 and len(log_vector) != len(index)):
             self.learn_(state, index, log_density, step_size)

@@ -1,7 +1,7 @@
 """The verdict on a run: temperatures, mini-batch noise, energies, predictions; ranked findings and one advice."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -221,17 +221,12 @@ class ChainHealth(StepClaimant):
         of_chains = self._mean_over_processes if shared and self.run.layout.is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
-        accepted = None if has_diverged else self._acceptance(trainer, of_chains)
+        rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
+        accepted = None if has_diverged or rates is None else float(of_chains(rates.mean().reshape(1)))
         facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)
-
-    @staticmethod
-    def _acceptance(trainer: pl.Trainer, of_chains: Callable[[Tensor], Tensor]) -> float | None:
-        """Return the mean acceptance probability of the run's `MetropolisTest` so far, None without."""
-        rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
-        return None if rates is None else float(of_chains(rates.mean().reshape(1)))
 
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:
         # One finding, the most urgent: the remedies of others may contradict its own.

@@ -188,11 +188,14 @@ class RunPlan:
                 remedies.append(f"prior std {self.prior_std / math.sqrt(times):.2g}")
             cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
             called = f"call it a cold ensemble{cold}"
+            caution = " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
+            if self.is_exact or self.parameters >= self.num_data:
+                caution = ""
             if self.is_exact and reached is not None and reached >= RELAXED * self.temperature:
                 called = f"accept it, since the temperature over all directions is {reached:.2g}"
             return [
                 f"{covered:.2g} relaxation times of {WANTED:g} wanted in {_where(self)}: {', or '.join(remedies)}, "
-                f"or {called}{_caution(self)}"
+                f"or {called}{caution}"
             ]
         if self.heat is not None and self.chance is not None and self.heat > HOT_SHARE * self.chance:
             cooler, narrower = self.temperature * HOT_SHARE * self.chance / self.heat, self.prior_std
@@ -206,16 +209,31 @@ class RunPlan:
 
     def sentences(self) -> list[str]:
         """Return the plan in at most five lines of under 80 characters."""
-        name = self.name or "of unknown kind"
+        name, reached = self.name or "of unknown kind", self.configurational_temperature
+        covered, draws = self.relaxation_times, self.independent_draws
         count = "" if self.samples is None else f"{_counted(self.samples, 'sample')} of "
-        lines = [f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {_temperature(self)}."]
+        at = f"target temperature {self.temperature:.3g}"
+        if self.temperature == 0:
+            at = "temperature 0 is optimization"
+        elif reached is not None:
+            at = f"temperature {reached:.2g} of {self.temperature:.3g}"
+        lines = [f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {at}."]
         if self.temperature > 0:
-            times = UNKNOWN if self.relaxation_times is None else _rounded(self.relaxation_times)
+            times = UNKNOWN if covered is None else _rounded(covered)
             lines.append(f"Relaxation times in {_where(self)}: {times} of {WANTED:g}.")
-            lines.append(_draws(self))
-            lines.append(_heat(self))
-        lines.append(_cost(self))
-        return [line for line in lines if line]
+        if self.temperature > 0 and draws is not None:
+            error = f"; averages within 1/√draws = {draws**-0.5:.2g} posterior sd"
+            if covered is None or covered < WANTED:  # the average keeps a part of the start
+                error = ""
+            lines.append(f"Independent draws: {_rounded(draws)}{error}.")
+        if self.temperature > 0 and self.heat is not None:
+            chance = "" if self.chance is None else f"; guessing costs {_short(self.chance)} nats"
+            lines.append(f"Heat at the target's temperature: {_short(self.heat)} nats{chance}.")
+        steps = None if self.steps is None else f"{_short(self.steps)} steps"
+        passes = None if self.data_passes is None else f"{_short(self.data_passes)} data passes"
+        disk = None if self.disk_bytes is None else f"{size(self.disk_bytes)} of samples"
+        memory = None if self.memory_bytes is None else f"{size(self.memory_bytes)} in memory"
+        return [*lines, f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table of the whole plan."""
@@ -265,48 +283,8 @@ class RunPlan:
 # -- in words --------------------------------------------------------------------------------------------------------
 
 
-def _temperature(plan: RunPlan) -> str:
-    if plan.temperature == 0:
-        return "temperature 0 is optimization"
-    if plan.configurational_temperature is None:
-        return f"target temperature {plan.temperature:.3g}"
-    return f"temperature {plan.configurational_temperature:.2g} of {plan.temperature:.3g}"
-
-
-def _draws(plan: RunPlan) -> str:
-    """Return the line on independent draws; the error of an average over n of them is 1/√n standard deviations."""
-    draws, covered = plan.independent_draws, plan.relaxation_times
-    if draws is None:
-        return ""
-    if covered is None or covered < WANTED:  # the average keeps a part of the start
-        return f"Independent draws: {_rounded(draws)}."
-    return f"Independent draws: {_rounded(draws)}; averages within 1/√draws = {draws**-0.5:.2g} posterior sd."
-
-
-def _heat(plan: RunPlan) -> str:
-    if plan.heat is None:
-        return ""
-    chance = "" if plan.chance is None else f"; guessing costs {_short(plan.chance)} nats"
-    return f"Heat at the target's temperature: {_short(plan.heat)} nats{chance}."
-
-
-def _cost(plan: RunPlan) -> str:
-    passes = None if plan.data_passes is None else f"{_short(plan.data_passes)} data passes"
-    disk = None if plan.disk_bytes is None else f"{size(plan.disk_bytes)} of samples"
-    memory = None if plan.memory_bytes is None else f"{size(plan.memory_bytes)} in memory"
-    steps = None if plan.steps is None else f"{_short(plan.steps)} steps"
-    return f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."
-
-
 def _where(plan: RunPlan) -> str:
     return "the posterior's slowest direction" if plan.is_exact else DIRECTIONS
-
-
-def _caution(plan: RunPlan) -> str:
-    """Return what limits the warning: with more data than weights, the data may leave no direction to the prior."""
-    if plan.is_exact or plan.parameters >= plan.num_data:
-        return ""
-    return " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
 
 
 def duration_sentence(seconds: float, seconds_per_step: float) -> str:

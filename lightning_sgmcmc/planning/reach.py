@@ -113,9 +113,13 @@ def _of_chain(
     groups = torch.tensor([group for _, group in classes])
     lrs = blocks.lrs[:, groups, chain]
     temperatures = blocks.temperatures[:, chain][:, None].expand_as(lrs)
-    rule = _rule(sampler, groups, lrs, temperatures)
-    if rule is None:
-        return None
+    rule: LinearRule | None = None
+    for index, options in enumerate(sampler.param_groups):
+        own = linear_rule(sampler, options, lrs, temperatures)
+        if own is None:
+            return None
+        rule = own if rule is None else own.mapped(functools.partial(torch.where, groups == index), rule)
+    assert rule is not None
     weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
     quiet = replace(rule, variance=rule.variance * 0)
     start = torch.cat([torch.zeros_like(curvature), torch.ones_like(curvature)])
@@ -127,17 +131,6 @@ def _of_chain(
     later = rule.mapped(lambda tensor: tensor[first:])
     draws = draws_of_mean(later, blocks.counts[first:], curvature)
     return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling), draws
-
-
-def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor) -> LinearRule | None:
-    """Return the rule of all classes, whose parameter groups may have options of their own."""
-    joined: LinearRule | None = None
-    for index, group in enumerate(sampler.param_groups):
-        rule = linear_rule(sampler, group, lrs, temperatures)
-        if rule is None:
-            return None
-        joined = rule if joined is None else rule.mapped(functools.partial(torch.where, groups == index), joined)
-    return joined
 
 
 def _stretches(times: Tensor, is_hot: Tensor, is_sampling: Sequence[bool]) -> Tensor:

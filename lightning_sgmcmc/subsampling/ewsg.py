@@ -274,14 +274,13 @@ class EWSG(StepClaimant):
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
         groups = self.run.sampler.param_groups
         sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
-        parts = zip(groups, candidates.split(sizes, -1), strict=True)
-        return functools.reduce(torch.add, (self._log_weights_of(group, part) for group, part in parts))
-
-    def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
-        law = self.run.sampler.law(group)
-        assert law is not None
-        momentum = self._flat_momentum(group, len(gradients)) if self.guess in ("unchanged", "stopped") else None
-        return index_log_weights(gradients, momentum, law, self.guess)
+        found = []
+        for group, part in zip(groups, candidates.split(sizes, -1), strict=True):
+            law = self.run.sampler.law(group)
+            assert law is not None
+            momentum = self._flat_momentum(group, len(part)) if self.guess in ("unchanged", "stopped") else None
+            found.append(index_log_weights(part, momentum, law, self.guess))
+        return functools.reduce(torch.add, found)
 
     def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
         momenta = self.run.sampler.momenta(group)

@@ -1,8 +1,7 @@
 """`propose_lr`: the setting of lr for a run."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -294,7 +293,9 @@ class EnergyErrors(SamplerCallback):
         chains, params, potentials = module.chains, self._parameters(module), []
         assert chains.energies is not None
         for batch, states in batches:
-            with torch.enable_grad(), trainer.precision_plugin.train_step_context(), _generators(states, module.device):
+            precision = trainer.precision_plugin.train_step_context()
+            with torch.enable_grad(), precision, unchanged_generators([module.device]):
+                states.restore()
                 found = chains.energies(batch, through_stack=True, seed_chain=chains.claims.get("seed chain"))
             potentials.append(found.mean_potential.reshape(-1))
         potential = torch.stack(potentials).mean(0)
@@ -332,14 +333,6 @@ class EnergyErrors(SamplerCallback):
                 count, place = count + sampler.sampled_numel(parameter) * sampler.num_chains, place + 1
         temperature = exact(torch.as_tensor(sampler.param_groups[0]["temperature"])).mean()
         return math.sqrt(float(temperature) * count / max(total, 1e-300))
-
-
-@contextmanager
-def _generators(states: TorchStates, device: torch.device) -> Iterator[None]:
-    """Within the context torch's default generators begin from these states."""
-    with unchanged_generators([device]):
-        states.restore()
-        yield
 
 
 @dataclass

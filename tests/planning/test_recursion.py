@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_sgmcmc.planning import (
     Blocks,
     ChainControls,
-    LinearRule,
     TensorFacts,
     blocks_of,
     draws_of_mean,
