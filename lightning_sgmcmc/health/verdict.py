@@ -89,12 +89,9 @@ TREND = 3.0
 
 @dataclass(frozen=True)
 class AverageGrowth:
-    """How the model average's NLL, in nats per datum, changed with the number of samples.
+    """How the model average's NLL, in nats per datum, changed with the number of samples, lowest with `best` of them.
 
-    Attributes:
-        best: number of samples with the lowest NLL.
-        single: NLL of each sample, in the order of drawing.
-        certain: whether the difference's interval over the data is off zero.
+    `single` is the NLL of each sample, and `certain` whether the difference's interval over the data is off zero.
     """
 
     best: int

@@ -1,6 +1,6 @@
 """The covariance of mini-batch gradients along a chain, and the friction that cancels its heating."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import pytorch_lightning as pl
@@ -198,9 +198,10 @@ class MovingCovariance:
         self._weight, self._seen = state["weight"], state["seen"]
 
 
-def friction_factor(step: Control, temperature: Control, multiplier: Control) -> Control:
-    """Return h·κ²/(2τ), a number or of shape (C, 1); 0 for chains at temperature 0."""
-    step, temperature, multiplier = (_column(control) for control in (step, temperature, multiplier))
+def friction_factor(group: Mapping[str, Any]) -> Control:
+    """Return h·κ²/(2τ) of a parameter group, a number or of shape (C, 1); 0 for chains at temperature 0."""
+    controls = ("lr", "temperature", "gradient_multiplier")
+    step, temperature, multiplier = (_column(group[name]) for name in controls)
     factor = step * multiplier * multiplier / (2 * temperature)
     if isinstance(temperature, Tensor):
         factor = torch.where(temperature > 0, factor, 0.0)
@@ -416,7 +417,7 @@ class CovarianceFriction(SnapshotCallback):
         held = {id(p): r for p, r in zip((p for p in group["params"] if p.grad is not None), momenta, strict=True)}
         own = list(snapshot.parameters.values())
         rows = rows_of([held[id(p)] if id(p) in held else torch.zeros_like(p) for p in own], run.chains.num_chains)
-        rows = friction_force(self.covariance.current, rows, _factor(group), group["lr"], group["friction"])
+        rows = friction_force(self.covariance.current, rows, friction_factor(group), group["lr"], group["friction"])
         pieces = rows.split([p.numel() // len(rows) for p in own], 1)
         drags = {id(p): piece.reshape(p.shape) for p, piece in zip(own, pieces, strict=True)}
         return [drags[identity] for identity in held]
@@ -429,7 +430,7 @@ class CovarianceFriction(SnapshotCallback):
             return
         log_cost(trainer, run.chains)
         if self.covariance.is_known and not self.is_idle():
-            extra = (self.covariance.diagonal() * _factor(self._group)).mean().item()
+            extra = (self.covariance.diagonal() * friction_factor(self._group)).mean().item()
             log_scalars(trainer, {"sampler/extra_friction": extra}, trainer.global_step)
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
@@ -441,8 +442,3 @@ class CovarianceFriction(SnapshotCallback):
 
     def state(self) -> dict[str, Any]:
         return super().state() | ({} if self._run is None else self.covariance.state_dict(self.run.layout.gather))
-
-
-def _factor(group: dict[str, Any]) -> float | Tensor:
-    """Return h·κ²/(2τ) for a parameter group."""
-    return friction_factor(group["lr"], group["temperature"], group["gradient_multiplier"])

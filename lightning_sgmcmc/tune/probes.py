@@ -84,8 +84,7 @@ class Training:
         short.steps, short.epochs, short.early_stopping = max(1, min(steps, given.steps or steps)), None, None
         short.reset()
         last = STILL if self.runs.is_microcanonical else COLD  # a hot step would leave the optimum
-        found = self.runs.try_fit(optimization(1, controls=last), short.steps + 1, short)
-        energy = math.inf if found is None else tail_mean(found.of()[1:])
+        energy = tail_mean(self.runs.try_fit(optimization(1, controls=last), short.steps + 1, short)[1:])
         if energy < self.start_energy:
             self._start, self.start_energy = self.runs.state(), energy
             self.is_warm = True
@@ -101,14 +100,14 @@ class Training:
             return self._trials[lr]
         self.runs.set_state(self._start)
         self.set_lr(lr)
-        found = self.runs.try_fit(optimization(TRIAL_STEPS, controls=self.runs.training_controls), TRIAL_STEPS)
-        energies = None if found is None else found.of()
-        energy = math.inf if energies is None else tail_mean(energies)
-        error = 0.0
-        if energies is not None and math.isfinite(energy):
+        energies = self.runs.try_fit(optimization(TRIAL_STEPS, controls=self.runs.training_controls), TRIAL_STEPS)
+        energy, error = tail_mean(energies), 0.0
+        if math.isfinite(energy):
             last = energies[-max(2, len(energies) // 3) :].mean(1)
             error = float(last.std()) / math.sqrt(len(last))
-            self._record(found, lr)
+            means, width = energies.mean(1).tolist(), max(1, len(energies) // 5)
+            for end in range(width, len(means) + 1, width):
+                self._curve.append((lr * (end - width / 2), sum(means[end - width : end]) / width))
         self._trials[lr] = Trial(lr, energy, error, self.runs.state())
         return self._trials[lr]
 
@@ -116,12 +115,6 @@ class Training:
         """Return whether optimization at the full lr from the run's start does not raise its energy."""
         found = self.trial(lr)
         return found.energy - 2 * found.error <= self.start_energy + 2 * self.start_error
-
-    def _record(self, found: Energies | None, lr: float, factor: float = 1.0) -> None:
-        energies = found.of().mean(1).tolist() if found is not None else []
-        width = max(1, len(energies) // 5)
-        for end in range(width, len(energies) + 1, width):
-            self._curve.append((lr * factor * (end - width / 2), sum(energies[end - width : end]) / width))
 
     def _best_trial(self) -> Trial:
         """Raise or lower the step size until the best one is between two worse ones."""
@@ -159,8 +152,7 @@ class Training:
         for _ in range(3 if steps > 0 else 0):
             self.runs.set_state(self.state)
             self.set_lr(lr * factor)
-            found = self.runs.try_fit(optimization(steps, True, self.runs.training_controls), steps)
-            energy = math.inf if found is None else tail_mean(found.of())
+            energy = tail_mean(self.runs.try_fit(optimization(steps, True, self.runs.training_controls), steps))
             if energy < self.energy:
                 reached = min(TRIAL_STEPS * lr, max((time for time, _ in self._curve), default=0.0))
                 self._curve.append((reached + lr * factor * steps / 2, energy))

@@ -253,13 +253,13 @@ class ShortRuns:
         self.acceptance = None if rates is None else float(rates.mean())
         return energies
 
-    def try_fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback) -> Energies | None:
-        """Return `fit`'s energies, None for a run that diverged or a step that the sampler refuses."""
+    def try_fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback) -> Tensor:
+        """Return `fit`'s energies (n, C), none for a run that diverged or a step that the sampler refuses."""
         try:
-            return self.fit(schedule, steps, *callbacks)
+            return self.fit(schedule, steps, *callbacks).of()
         except (NonFiniteEnergyError, ValueError):
             self.steps_made += steps
-            return None
+            return torch.zeros(0, 1)
 
     def look(self) -> tuple[Tensor, Any]:
         """Learn N, the run's length and labels by steps of practically no length; return energies (n, C) and the lr."""
