@@ -112,9 +112,6 @@ class ContourRules:
         return {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
 
 
-# -- contour -----------------------------------------------------------------------------------------------------------
-
-
 LARGEST_SHARE = 0.5
 """Largest share of π that moves into one bin in one step; it limits only step sizes beyond any sensible range."""
 
@@ -379,9 +376,6 @@ def _move_groups_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
     keep = torch.log1p(-shares.mean(1, keepdim=True))
     arrives = torch.zeros_like(log_vector).scatter_add_(1, index, shares / index.shape[1])
     log_vector.copy_(torch.logaddexp(log_vector + keep, arrives.log()))
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 class ContourKernels:

@@ -122,9 +122,6 @@ class LearnedContour:
             raise ValueError(f"the content is damaged or not a learned contour: {error}") from error
 
 
-# -- weight shares -----------------------------------------------------------------------------------------------------
-
-
 class WeightShares:
     """Sums of importance weights and of their squares, in log space, for each chain whose weights have a constant."""
 
@@ -170,9 +167,6 @@ class WeightShares:
 
 def _ratio(log_one: float, log_other: float) -> float:
     return 0.0 if log_other == -math.inf else math.exp(min(log_one - log_other, 700.0))
-
-
-# -- watch -------------------------------------------------------------------------------------------------------------
 
 
 FIRST_CHECK = 500

@@ -128,17 +128,8 @@ class ContourLearner:
         """Return the contour with π of all chains of the run: one vector (m,), or one for each chain (P, m)."""
         state = self.learned.state
         if not self.interacting and self.chains.is_spread:
-            rows = state if self.chains.num_chains > 1 else ContourState(*(tensor[None] for tensor in state))
-            state = ContourState(*(self.chains.gather(tensor, 0) for tensor in rows))
+            state = ContourState(*map(self.chains.gather_stored, state))
         return LearnedContour(self.contour, state)
-
-    def _of_own_chains(self, whole: dict[str, Tensor]) -> ContourState:
-        """Return this process's part of a state of all chains, as new tensors."""
-        state = ContourState(**whole)
-        if not self.interacting and self.chains.is_spread:
-            rows = ContourState(*(self.chains.own(tensor, 0) for tensor in state))
-            state = rows if self.chains.num_chains > 1 else ContourState(*(tensor[0] for tensor in rows))
-        return ContourState(*(tensor.to(self._device, copy=True) for tensor in state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all chains of the run."""
@@ -167,7 +158,11 @@ class ContourLearner:
                 "same num_chains and interacting"
             )
         self.updates = state["updates"]
-        self.learned = LearnedContour(self.contour, self._of_own_chains(state["state"]))
+        tensors = [state["state"][name] for name in ContourState._fields]
+        if not self.interacting and self.chains.is_spread:
+            tensors = list(map(self.chains.own_stored, tensors))
+        own = ContourState(*(tensor.to(self._device, copy=True) for tensor in tensors))
+        self.learned = LearnedContour(self.contour, own)
         if state["waiting"] is not None:
             self._waiting = list(self.chains.own(state["waiting"], 1).to(self._device))
 

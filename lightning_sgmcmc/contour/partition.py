@@ -111,9 +111,6 @@ def bin_index(energy: Tensor, edges: Tensor) -> Tensor:
     return torch.bucketize(energy, edges)
 
 
-# -- energy range ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EnergyRange:
     """The arguments of an energy partition that may be learned, as `ContourGradient` has them."""
@@ -148,8 +145,6 @@ class EnergyRange:
         """Return the partition to continue with, given the one of a checkpoint by its arguments."""
         return self.given or EnergyPartition(**partition | {"num_bins": self.num_bins})
 
-
-# -- energy law --------------------------------------------------------------------------------------------------------
 
 # A posterior that is Gaussian in d directions has U - min U ~ τ·Gamma(d/2), and the noise of mini-batches adds a
 # normal variable. Both are near a shifted gamma law (Pearson type III), which three moments determine.

@@ -146,9 +146,6 @@ class ContourStart:
         return None
 
 
-# -- warm up -----------------------------------------------------------------------------------------------------------
-
-
 class EnergyRecord:
     """Records the energies of the second half of a warm-up; its first half, the way from the start, is left out.
 

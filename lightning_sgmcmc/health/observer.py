@@ -36,8 +36,6 @@ class Clipping(NamedTuple):
 NO_CLIPPING = Clipping()
 
 
-# -- observer ----------------------------------------------------------------------------------------------------------
-
 Batches = tuple[Tensor, Tensor]
 """Means (B, length) and lengths (B,) of batches of steps."""
 OverProcesses = Callable[[Tensor], Tensor]

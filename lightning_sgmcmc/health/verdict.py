@@ -67,8 +67,6 @@ def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-# -- verdict -----------------------------------------------------------------------------------------------------------
-
 AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
 LONGEST = 10.0

@@ -345,9 +345,6 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
     return _bytes([*module.parameters(), *module.buffers()]) + copies * own + kept
 
 
-# -- the fit ----------------------------------------------------------------------------------------------------------
-
-
 class Planner:
     """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
 

@@ -318,9 +318,6 @@ def spikes(values: Tensor) -> Finding | None:
     )
 
 
-# -- covariances ------------------------------------------------------------------------------------------------------
-
-
 class Covariance(NamedTuple):
     """Covariances (K, P) along chains, and standard errors for correlated draws; NaN with fewer than 2 draws."""
 

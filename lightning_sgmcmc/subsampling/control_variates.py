@@ -167,9 +167,6 @@ def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = Non
     return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
 
 
-# -- callbacks ---------------------------------------------------------------------------------------------------------
-
-
 class SnapshotCallback(SamplerCallback):
     """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 

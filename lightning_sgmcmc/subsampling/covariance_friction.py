@@ -82,9 +82,6 @@ def extra_friction(moments: GradientMoments, step: Control, temperature: Control
     return covariance * factor
 
 
-# -- covariance friction -----------------------------------------------------------------------------------------------
-
-
 FrictionForm: TypeAlias = Literal["diagonal", "matrix"]
 
 

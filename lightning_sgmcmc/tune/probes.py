@@ -170,9 +170,6 @@ class Training:
         return min((time for time, energy in self._curve if energy <= enough), default=0.0)
 
 
-# -- probes ------------------------------------------------------------------------------------------------------------
-
-
 STILL_STEPS = 150
 """Steps of no length that fill a preconditioner's average.
 
