@@ -450,23 +450,19 @@ def _with_reached(
         plan,
         slowest_tensor=slowest,
         configurational_range=(min(each), max(each)) if max(each) > 1.001 * min(each) else None,
-        prior_std=sorted(stds.values())[_place_of_median([sizes[n] for n in sorted(stds, key=lambda n: stds[n])])],
+        prior_std=stds[_median(stds, sizes)],
     )
 
 
 def _median(values: Mapping[str, float], sizes: Mapping[str, int]) -> str:
     """Return the tensor with the element-weighted median of values."""
     names = sorted(values, key=values.__getitem__)
-    return names[_place_of_median([sizes[name] for name in names])]
-
-
-def _place_of_median(weights: Sequence[int]) -> int:
-    half, so_far = sum(weights) / 2, 0
-    for place, weight in enumerate(weights):
-        so_far += weight
+    half, so_far = sum(sizes[name] for name in names) / 2, 0
+    for name in names:
+        so_far += sizes[name]
         if so_far >= half:
-            return place
-    return len(weights) - 1
+            return name
+    return names[-1]
 
 
 def _tensor_plan(tensor: TensorFacts, reached: Reached | None, temperature: float) -> TensorPlan:

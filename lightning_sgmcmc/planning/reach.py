@@ -200,7 +200,7 @@ def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = 
     for first in range(1, steps + 1, size):
         count = min(size, steps - first + 1)
         now = controls(first + count // 2)
-        if found and _equal(found[-1], now):
+        if found and found[-1].is_sampling == now.is_sampling and all(map(torch.equal, found[-1][:2], now[:2])):
             counts[-1] += count
         else:
             counts.append(count)
@@ -210,14 +210,6 @@ def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = 
         torch.stack([block.lrs for block in found]).double(),
         torch.stack([block.temperatures for block in found]).double(),
         [block.is_sampling for block in found],
-    )
-
-
-def _equal(one: ChainControls, other: ChainControls) -> bool:
-    return (
-        one.is_sampling == other.is_sampling
-        and torch.equal(one.lrs, other.lrs)
-        and torch.equal(one.temperatures, other.temperatures)
     )
 
 

@@ -127,21 +127,20 @@ class LearningCoefficient(SamplerCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        sampler, chains = self.run.sampler, self.run.chains
-        if self._kind != "step" or sampler.step_count == self._step:
-            return  # or an accumulated micro-batch, or a step that the loss scaler skipped
-        self._step = sampler.step_count
-        if chains.progress.stage is Stage.SAMPLING:
-            self._record(trainer, chains, sampler)
+        if self._kind == "step" and self._is_new() and self.run.chains.progress.stage is Stage.SAMPLING:
+            self._record(trainer)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
-        sampler, chains = self.run.sampler, self.run.chains
-        if self._kind == "step" or sampler.step_count == self._step:
-            return  # or a further drawing of the same states
-        self._step = sampler.step_count
-        self._record(trainer, chains, sampler)
+        if self._kind != "step" and self._is_new():
+            self._record(trainer)
 
-    def _record(self, trainer: pl.Trainer, chains: Chains, sampler: Sampler) -> None:
+    def _is_new(self) -> bool:
+        """Return whether a step was made since the last call: no accumulated or skipped one, or further drawing."""
+        before, self._step = self._step, self.run.sampler.step_count
+        return before != self._step
+
+    def _record(self, trainer: pl.Trainer) -> None:
+        chains, sampler = self.run.chains, self.run.sampler
         if not self._centers:
             self._begin(trainer, chains, sampler)
         if self._held is not None and not self._held.is_same(held_data(trainer)):

@@ -11,7 +11,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
-from lightning_sgmcmc.chains.callback import sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel, values_of
 from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
@@ -33,7 +32,7 @@ from lightning_sgmcmc.tune.proposal import (
     search,
     tail_mean,
 )
-from lightning_sgmcmc.tune.runs import HOT, Energies, FixedControls, RunForm, ShortRuns, State
+from lightning_sgmcmc.tune.runs import HOT, Energies, FixedControls, HotMomenta, RunForm, ShortRuns, State
 
 MIN_STEPS = 100
 """The fewest steps of a probe."""
@@ -237,17 +236,13 @@ class EnergyErrors(SamplerCallback):
         self._sums: list[Tensor] = []
         self._squares: list[Tensor] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = sampling_module(pl_module, self)
-        module.sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._batches.append((batch, TorchStates([pl_module.device])))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        module = sampling_module(pl_module, self)
+        module = self.run.module
         self._step = module.sampler.step_count
         self._begun = None
         if module.chains.progress.stage is Stage.SAMPLING:
@@ -255,7 +250,7 @@ class EnergyErrors(SamplerCallback):
             self._begun = gains[0] - gains[1] - self._reduced(module, module.chains.observed.mean_potential)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        module = sampling_module(pl_module, self)
+        module = self.run.module
         if module.sampler.step_count == self._step:
             return  # an accumulated micro-batch
         batches, self._batches = self._batches, []
@@ -366,7 +361,9 @@ class EnergyProber(Prober):
         return [HOT] * min(round(self.form.lead), LONGEST * self.steps) if self.runs.has_preconditioner else []
 
     def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
-        return self.runs.fit(schedule, steps, BayesianModelAverage(), health, self._errors, clips=False)
+        # Momenta of zero would all begin along the gradient, and oscillate.
+        callbacks = [BayesianModelAverage(), health, HotMomenta(), self._errors]
+        return self.runs.fit(schedule, steps, *callbacks, clips=False)
 
 
 def corrected(probe: Probe) -> float:
