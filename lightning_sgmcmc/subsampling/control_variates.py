@@ -228,10 +228,10 @@ class SnapshotCallback(SamplerCallback):
         """Return whether the coming step needs no snapshot."""
         return False
 
-    def process_batch(self, log_likelihood: Tensor) -> None:
+    def process_batch(self, snapshot: Snapshot, log_likelihood: Tensor) -> None:
         """Process log p(y|x,θ_q), shape (C, n), of a batch of all data, with its graph if gradients are computed."""
 
-    def end_pass(self) -> None:
+    def end_pass(self, snapshot: Snapshot) -> None:
         """Combine the results of the pass over all data."""
 
     def _refresh(self, trainer: pl.Trainer) -> None:
@@ -239,17 +239,18 @@ class SnapshotCallback(SamplerCallback):
         module = self.run.module
         if self._snapshot is None:
             self._snapshot = Snapshot(self.run.chains, self.needs_gradients)
-        self._snapshot.take()
-        total = torch.zeros_like(self._snapshot.log_likelihood)
+        snapshot = self._snapshot
+        snapshot.take()
+        total = torch.zeros_like(snapshot.log_likelihood)
         with undisturbed_generators(module):
             reason, sampler = type(self).__name__, module.sampler
             for batch in pass_over_data(trainer, module.chains, sampler, reason, "snapshot", self.shuffles_pass):
-                each = self._at_snapshot(trainer, self._snapshot, batch)
+                each = self._at_snapshot(trainer, snapshot, batch)
                 total += exact(each.detach()).sum(1)
-                self.process_batch(each)
+                self.process_batch(snapshot, each)
         ranks = self.run.layout.ranks_per_chain
-        self._snapshot.log_likelihood.copy_(self.run.layout.mean_over_data(total) * ranks)
-        self.end_pass()
+        snapshot.log_likelihood.copy_(self.run.layout.mean_over_data(total) * ranks)
+        self.end_pass(snapshot)
         if self.needs_gradients:
             self.run.chains.counters.gradient_evaluations += self.run.chains.observed.num_data
 
@@ -395,13 +396,11 @@ class ControlVariates(SnapshotCallback):
     def memory(self, sizes: ChainSizes) -> int:
         return super().memory(sizes) + 2 * sizes.parameters  # the gradients of a batch and of all data
 
-    def process_batch(self, log_likelihood: Tensor) -> None:
-        assert self._snapshot is not None
-        self._snapshot.add_gradients(log_likelihood, self.run.chains.observed.num_data)
+    def process_batch(self, snapshot: Snapshot, log_likelihood: Tensor) -> None:
+        snapshot.add_gradients(log_likelihood, self.run.chains.observed.num_data)
 
-    def end_pass(self) -> None:
-        assert self._snapshot is not None
-        self._snapshot.keep_full()
+    def end_pass(self, snapshot: Snapshot) -> None:
+        snapshot.keep_full()
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
         assert snapshot.full is not None

@@ -365,9 +365,8 @@ class CovarianceFriction(SnapshotCallback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.covariance.begin_step()
 
-    def process_batch(self, log_likelihood: Tensor) -> None:
-        snapshot, run = self._snapshot, self.run
-        assert snapshot is not None
+    def process_batch(self, snapshot: Snapshot, log_likelihood: Tensor) -> None:
+        run = self.run
         snapshot.add_gradients(log_likelihood, log_likelihood.shape[1])
         # With EWSG a step has several batches.
         if snapshot.count == run.trainer.accumulate_grad_batches // run.chains.accumulation.candidates:
@@ -383,9 +382,7 @@ class CovarianceFriction(SnapshotCallback):
         chains = self.run.chains
         return rows_of(snapshot.sums, chains.num_chains).mul_(chains.observed.num_data / snapshot.count)
 
-    def end_pass(self) -> None:
-        snapshot = self._snapshot
-        assert snapshot is not None
+    def end_pass(self, snapshot: Snapshot) -> None:
         if snapshot.count:
             self._add_batch(snapshot)
         snapshot.add_gradients(snapshot.log_prior(), 1)
