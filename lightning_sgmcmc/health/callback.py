@@ -232,7 +232,9 @@ class ChainHealth(StepClaimant):
         # One finding, the most urgent: the remedies of others may contradict its own.
         finding = next(iter(report.findings), None)
         if finding is not None and self.warn and finding.severity == "problem" and finding.kind not in WARNED_ELSEWHERE:
-            is_urgent = finding.kind in URGENT or (finding.is_heat and not self._is_cooling(trainer))
+            amid = self._observer is not None and self._observer.in_stage
+            is_cooling = amid and any(callback.sets_lr for callback in declared(trainer))
+            is_urgent = finding.kind in URGENT or (finding.is_heat and not is_cooling)
             if (is_final or is_urgent) and finding.kind.value not in self._warned:
                 self._warned.add(finding.kind.value)
                 rank_zero_warn(f"ChainHealth: {finding.text}.")
@@ -240,11 +242,6 @@ class ChainHealth(StepClaimant):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / HEALTH, content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
-
-    def _is_cooling(self, trainer: pl.Trainer) -> bool:
-        """Return whether this is amid a stage whose later steps are smaller, and so less hot."""
-        amid = self._observer is not None and self._observer.in_stage
-        return amid and any(callback.sets_lr for callback in declared(trainer))
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:
         reduced = self.run.trainer.strategy.reduce(means.to(self._params[0]), reduce_op="mean")

@@ -22,7 +22,6 @@ from lightning_sgmcmc.seeding import TorchStates, unchanged_generators
 from lightning_sgmcmc.tensors import exact
 from lightning_sgmcmc.tune.probes import Prober, Training
 from lightning_sgmcmc.tune.proposal import (
-    SENTENCES,
     Limit,
     Probe,
     StepProposal,
@@ -396,7 +395,7 @@ def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool
     frictions = [p.friction for p in used if p.friction is not None]
     friction = _geometric_mean(frictions) if frictions else None
     if _near(used):
-        return lr, friction, True, SENTENCES[Limit.ENERGY_ERROR]
+        return lr, friction, True, Limit.ENERGY_ERROR.sentence
     return lr, friction, False, f"No probe came near it; {used[-1].reason or 'the last one was far below'}"
 
 
