@@ -147,10 +147,7 @@ class ContourStart:
 
 
 class EnergyRecord:
-    """Records the energies of the second half of a warm-up; its first half, the way from the start, is left out.
-
-    They stay on the contour's device, so that recording never waits for it.
-    """
+    """Records the energies of a warm-up's second half, without the way from the start, and waits for no device."""
 
     def __init__(
         self, steps: int, chains: ChainLayout, device: torch.device | None = None, keeps_prior: bool = False

@@ -357,10 +357,7 @@ def merge_batches(means: Tensor, counts: Tensor, limit: int = MAX_BATCHES) -> tu
 
 
 def mean_and_error(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over weighted batches, shape (B, …), B ≥ 2, and its standard error.
-
-    The error includes the correlation of neighbouring batches if it is positive.
-    """
+    """Return the mean over weighted batches (B, …), B ≥ 2, and its error, with a positive correlation of neighbours."""
     weights = along_first_axis(counts / counts.sum(), means.dim())
     mean = (weights * means).sum(0)
     deviations = weights * (means - mean)
@@ -402,10 +399,9 @@ CONFIDENCE = 0.95
 
 
 def resampled_means(values: Array, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """Return the means of resampled data (Efron & Tibshirani 1993, chapter 6), shape (m, B), paired over the rows.
+    """Return the means (m, B) of resampled data (m, n) in an order without meaning, paired over the m quantities.
 
-    Args:
-        values: m quantities of n data, shape (m, n), in an order without meaning.
+    Source: Efron & Tibshirani 1993, chapter 6.
     """
     sums = np.concatenate([values, np.ones_like(values[:1])])  # the last row is the sizes of data or blocks
     rows, count = sums.shape

@@ -236,13 +236,7 @@ class StepObserver:
         mean_of_chains: OverProcesses = unreduced,
         mean_of_energies: OverProcesses = unreduced,
     ) -> Observations:
-        """Return all batches so far for `assess`.
-
-        Args:
-            allowance: the mini-batch noise that the rule corrects for, for each parameter.
-            mean_of_chains: over processes with other chains.
-            mean_of_energies: over processes with other data.
-        """
+        """Return all batches so far, with the mini-batch noise that the rule corrects for in each parameter."""
         count = len(self._params)
         means, counts = self.batches() or (torch.zeros(0, self.length, dtype=torch.float64), torch.zeros(0))
         extras = mean_of_energies(means[:, NUM_ROWS * count :])

@@ -155,13 +155,8 @@ def estimate_of(
 def notes_on(
     relaxation_times: float | None, differs_in_training: bool, temperatures: tuple[float, float]
 ) -> list[Finding]:
-    """Return the findings on a run's settings.
-
-    Args:
-        relaxation_times: those that the plan expects of the directions that only γ holds; None if unknown.
-        differs_in_training: whether the loss of a step is another function than that in evaluation mode.
-        temperatures: of the first and of the last draw.
-    """
+    """Return the findings on a run's settings, by the planned relaxation times of the directions that only γ holds, and
+    the temperatures of the first and the last draw."""
     found = []
     if not math.isclose(*temperatures, rel_tol=1e-6):
         first, last = temperatures

@@ -292,10 +292,7 @@ class EWSG(StepClaimant):
         return self._momentum
 
     def _log_uniforms(self, step: int) -> Tensor:
-        """Return logarithms of uniform numbers for the next step, given the steps made so far, shape (C, M).
-
-        They depend only on (seed, chain, step), so they are the same on all ranks of a chain.
-        """
+        """Return logarithms of uniform numbers for a step, functions of (seed, chain, step) alone, shape (C, M)."""
         block, place = divmod(step, STEPS_DRAWN)
         if self._chances is None or self._chances[0] != block:
             rows = []

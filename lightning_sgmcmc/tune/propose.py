@@ -105,7 +105,18 @@ def propose_lr(
             run of which no probe could begin.
         TypeError: if the module is not a `BayesianModule`.
     """
-    _check_arguments(module, steps, burn_in_steps, tolerance, max_probes)
+    if not isinstance(module, BayesianModule):
+        raise TypeError(
+            f"propose_lr works with a BayesianModule, got {type(module).__name__}: derive the module from "
+            "lightning_sgmcmc.BayesianModule"
+        )
+    check_count("steps", steps, least=MIN_STEPS)
+    check_count("burn_in_steps", burn_in_steps, least=0)
+    check_positive("tolerance", tolerance)
+    check_count("max_probes", max_probes, optional=False)
+    numbers = [number for number in values_of(module.lr) if number is not None]
+    if any(number == 0 for number in numbers):
+        raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
     data: dict[str, Any] = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
     if val_dataloaders is not None:
         data["val_dataloaders"] = val_dataloaders
@@ -156,23 +167,6 @@ def _by_health(prober: Prober, max_probes: int) -> tuple[list[Probe], tuple[floa
     if smallest.refusal and not any(probe.healthy for probe in probes):  # then the reason is not the step
         raise ValueError(f"no short run could begin: {smallest.refusal}")
     return probes, choose(probes, least, training.lr)
-
-
-def _check_arguments(
-    module: Any, steps: int | None, burn_in_steps: int | None, tolerance: float, max_probes: int
-) -> None:
-    if not isinstance(module, BayesianModule):
-        raise TypeError(
-            f"propose_lr works with a BayesianModule, got {type(module).__name__}: derive the module from "
-            "lightning_sgmcmc.BayesianModule"
-        )
-    check_count("steps", steps, least=MIN_STEPS)
-    check_count("burn_in_steps", burn_in_steps, least=0)
-    check_positive("tolerance", tolerance)
-    check_count("max_probes", max_probes, optional=False)
-    numbers = [number for number in values_of(module.lr) if number is not None]
-    if any(number == 0 for number in numbers):
-        raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
 
 
 def _heat(prober: Prober, least: float, max_probes: int) -> float:
