@@ -202,8 +202,16 @@ class ContourGradient(StepClaimant):
         """Start the contour, with an initial π or that of a checkpoint."""
         run = self.run
         on_gpu = run.chains.flat is not None and run.chains.flat.fused
-        options = (self.interacting, self.exchange_every, on_gpu, initial)
-        learner = ContourLearner(contour, self.step_size, self._layout, self._device, *options)
+        learner = ContourLearner(
+            contour,
+            self.step_size,
+            self._layout,
+            self._device,
+            self.interacting,
+            self.exchange_every,
+            on_gpu,
+            initial,
+        )
         if saved is not None:
             learner.load_state_dict(saved)
         self._learner = learner

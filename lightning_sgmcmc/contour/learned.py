@@ -259,10 +259,8 @@ class ContourWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, names and a tensor."""
-        return {
-            **{"next": self._next, "seen": self._seen, "given": sorted(self._given)},
-            **self.shares.state_dict(),
-        }
+        own = {"next": self._next, "seen": self._seen, "given": sorted(self._given)}
+        return own | self.shares.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""

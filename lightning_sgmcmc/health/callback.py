@@ -233,6 +233,7 @@ class ChainHealth(StepClaimant):
         finding = next(iter(report.findings), None)
         if finding is not None and self.warn and finding.severity == "problem" and finding.kind not in WARNED_ELSEWHERE:
             amid = self._observer is not None and self._observer.in_stage
+            # Later steps of a stage are smaller, and so less hot.
             is_cooling = amid and any(callback.sets_lr for callback in declared(trainer))
             is_urgent = finding.kind in URGENT or (finding.is_heat and not is_cooling)
             if (is_final or is_urgent) and finding.kind.value not in self._warned:

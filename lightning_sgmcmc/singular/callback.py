@@ -190,13 +190,13 @@ class LearningCoefficient(SamplerCallback):
         notes = notes_on(times, differs, (self._temperature, _temperature_of(sampler)))
         steps, epochs, sizes = torch.tensor(self._recorded).unbind(1)
         count = chains.observed.num_data
-        self.result = estimate_of(
-            *(traces / self._temperature, steps, epochs, sizes, self._kind, notes),
-            nbeta=count / self._temperature,
-            gamma=gamma_of(chains, self._temperature),
-            num_data=count,
-            center_loss=float(center.mean()) / count,
-        )
+        facts: dict[str, Any] = {
+            "nbeta": count / self._temperature,
+            "gamma": gamma_of(chains, self._temperature),
+            "num_data": count,
+            "center_loss": float(center.mean()) / count,
+        }
+        self.result = estimate_of(traces / self._temperature, steps, epochs, sizes, self._kind, notes, **facts)
         self._publish(trainer, self.result)
 
     def _publish(self, trainer: pl.Trainer, result: LearningCoefficientEstimate) -> None:
