@@ -4,7 +4,6 @@ The controls of a run's steps are blocks of equal steps; in each, the sampler's 
 `recursion.py` computes.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -118,7 +117,8 @@ def _of_chain(
         own = linear_rule(sampler, options, lrs, temperatures)
         if own is None:
             return None
-        rule = own if rule is None else own.mapped(functools.partial(torch.where, groups == index), rule)
+        mine = groups == index
+        rule = own if rule is None else own.mapped(lambda one, other, mine=mine: torch.where(mine, one, other), rule)
     assert rule is not None
     weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
     quiet = replace(rule, variance=rule.variance * 0)
