@@ -45,7 +45,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.datamodules import CovertypeDataModule
 from lightning_sgmcmc.datamodules.base import Split
-from lightning_sgmcmc.figures.canvas import INTERVAL, canvas, draw_band, legend_above, save_figure
+from lightning_sgmcmc.figures.canvas import canvas, legend_above, save_figure
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
 from lightning_sgmcmc.recipes.shared.needs import require

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, mean_with_interval, panels, save_figure, series
+from lightning_sgmcmc.figures.canvas import panels, save_figure, series
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band, mean_with_interval
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row

@@ -42,7 +42,8 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, legend_below, panels, save_figure, series
+from lightning_sgmcmc.figures.canvas import legend_below, panels, save_figure, series
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -41,7 +41,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.figures.canvas import INTERVAL, PAGE_WIDTH, half_width, legend_below, panels, save_figure, series
+from lightning_sgmcmc.figures.canvas import PAGE_WIDTH, legend_below, panels, save_figure, series
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, half_width
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

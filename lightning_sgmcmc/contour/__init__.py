@@ -7,35 +7,23 @@ from lightning_sgmcmc.contour.contour import (
     ContourState,
     DecayingStepSize,
     Difference,
-    Location,
     Scheme,
     Weighting,
 )
-from lightning_sgmcmc.contour.learned import ContourWatch, LearnedContour
-from lightning_sgmcmc.contour.learner import ChainGroup, ContourLearner
-from lightning_sgmcmc.contour.partition import EnergyLaw, EnergyPartition, EnergyRange, bin_index
-from lightning_sgmcmc.contour.start import ContourStart, EnergyRecord
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.partition import EnergyPartition
 
 __all__ = [
-    "ChainGroup",
     "Contour",
     "ContourChoice",
     "ContourGoals",
-    "ContourLearner",
     "ContourRules",
-    "ContourStart",
     "ContourState",
-    "ContourWatch",
     "DecayingStepSize",
     "Difference",
-    "EnergyLaw",
     "EnergyPartition",
-    "EnergyRange",
-    "EnergyRecord",
     "LearnedContour",
-    "Location",
     "Scheme",
     "Weighting",
-    "bin_index",
     "choose_contour",
 ]

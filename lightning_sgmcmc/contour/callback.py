@@ -1,6 +1,7 @@
 """Contour sampling under a trainer: CSGLD, CSGHMC and their variants, from any sampler."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
@@ -14,19 +15,12 @@ from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.schedule import begin_first_stage, target_of
 from lightning_sgmcmc.chains.trainer import fit_steps, is_logged, is_trial, log_scalars, log_values
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
-from lightning_sgmcmc.contour import (
-    ChainGroup,
-    Contour,
-    ContourGoals,
-    ContourLearner,
-    ContourRules,
-    ContourStart,
-    ContourState,
-    ContourWatch,
-    DecayingStepSize,
-    EnergyRange,
-    Location,
-)
+from lightning_sgmcmc.contour.auto import ContourGoals
+from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState, DecayingStepSize, Location
+from lightning_sgmcmc.contour.learned import ContourWatch
+from lightning_sgmcmc.contour.learner import ContourLearner
+from lightning_sgmcmc.contour.partition import EnergyRange
+from lightning_sgmcmc.contour.start import ContourStart
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.tensors import exact, exact_device, sent
@@ -154,7 +148,6 @@ class ContourGradient(StepClaimant):
         self._begun = 0
         """Steps of the sampler before this callback, where a run continues from a checkpoint without it."""
         self._start.reset()
-        self._group = ChainGroup()
         self._learner: ContourLearner | None = None
         """None until the energy range is known."""
         self._watch = ContourWatch(rank_zero_warn)
@@ -175,13 +168,16 @@ class ContourGradient(StepClaimant):
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         begin_first_stage(run.trainer, run.module)
         self._begun = run.sampler.step_count if saved is None else int(saved["begun"])
-        self._group = ChainGroup.of_layout(run.layout, exact_device(run.module.device))
+        self._device = exact_device(run.module.device)
+        self._layout = run.layout if run.layout.is_spread else replace(run.layout, strategy=None)
+        """It outlives the fit, and holds its trainer only where chains are spread over processes."""
+        self._start.reset(self._layout, self._device)
         self._on_host = run.module.device.type == "cpu" and run.module.num_chains == 1
         """Whether a number is cheaper than a tensor."""
         if is_trial(run.trainer):
-            self._start.open(0, self._group)
+            self._start.open(0)
         elif self.warm_up_steps or self._start.goals is None:
-            self._start.open(self.warm_up_steps, self._group)
+            self._start.open(self.warm_up_steps)
         steps = fit_steps(run.trainer)
         if steps <= self._first_step:
             raise ValueError(
@@ -192,27 +188,28 @@ class ContourGradient(StepClaimant):
         contour = None
         if saved is not None:
             self._watch.load_state_dict(saved["watch"])
-            contour = self._start.load_state_dict(saved, self._group)
-        given = self._start.given() if contour is None else None
+            contour = self._start.load_state_dict(saved)
         if contour is not None:
             self._open(contour, saved=saved)
-        elif given is not None:
+        elif (given := self._start.given()) is not None:
             self._open(given)
 
     def plan_note(self) -> str:
         return "A contour scales the gradient; the plan is for the unflattened target."
 
-    def _open(
-        self,
-        contour: Contour,
-        initial: ContourState | None = None,
-        saved: dict[str, Any] | None = None,
-    ) -> None:
+    def _open(self, contour: Contour, initial: ContourState | None = None, saved: dict[str, Any] | None = None) -> None:
         """Start the contour, with an initial π or that of a checkpoint."""
         run = self.run
         on_gpu = run.chains.flat is not None and run.chains.flat.fused
         learner = ContourLearner(
-            contour, self.step_size, self._group, self.interacting, self.exchange_every, on_gpu, initial
+            contour,
+            self.step_size,
+            self._layout,
+            self._device,
+            self.interacting,
+            self.exchange_every,
+            on_gpu,
+            initial,
         )
         if saved is not None:
             learner.load_state_dict(saved)
@@ -247,7 +244,7 @@ class ContourGradient(StepClaimant):
     def _temperature(self) -> Control:
         """τ of the coming step, a number or a tensor where the contour is."""
         temperature: Control = self.run.sampler.param_groups[0]["temperature"]
-        return sent(temperature, self._group.device) if isinstance(temperature, Tensor) else temperature
+        return sent(temperature, self._device) if isinstance(temperature, Tensor) else temperature
 
     @property
     def _energy(self) -> Tensor:
@@ -285,7 +282,7 @@ class ContourGradient(StepClaimant):
         if step < max(self._begun, chains.progress.warm_steps):
             return
         if start.length is None:  # auto, at the first step at a temperature above 0
-            start.open_until(step, chains.progress.first_sample, self._group)
+            start.open_until(step, chains.progress.first_sample)
         if step >= self._first_step:
             made = start.decide(float(exact(torch.as_tensor(temperature)).mean()))
             if made is not None:

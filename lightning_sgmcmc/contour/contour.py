@@ -112,9 +112,6 @@ class ContourRules:
         return {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
 
 
-# -- contour -----------------------------------------------------------------------------------------------------------
-
-
 LARGEST_SHARE = 0.5
 """Largest share of π that moves into one bin in one step; it limits only step sizes beyond any sensible range."""
 
@@ -133,14 +130,9 @@ class ContourState(NamedTuple):
 
 
 class Location(NamedTuple):
-    """The bins of chains' energies and what follows from them, each of shape (C,).
+    """The bins of chains' energies, int64 from 0, and what follows from them in float64, each of shape (C,).
 
-    Attributes:
-        index: bin of the energy, int64, from 0.
-        multiplier: κ, float64.
-        log_density: log Ψ of the energy (log π of its bin with weighting "bin"), float64.
-        energy: the energy, float64.
-        log_weight: the log importance weight, see `Contour.log_weight`, float64.
+    `multiplier` is κ, and `log_density` log Ψ of the energy (log π of its bin with weighting "bin").
     """
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
@@ -313,14 +305,7 @@ class Contour:
         return log_share.nan_to_num(nan=-math.inf).clamp(max=math.log(LARGEST_SHARE))
 
     def learn_densely_(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Tensor) -> None:
-        """Do the work of `learn_` by operations on all bins, which a compiler fuses; equal up to rounding.
-
-        Args:
-            state: as for `learn_`.
-            index: as for `learn_`.
-            log_density: as for `learn_`.
-            step_size: ω > 0, shape ().
-        """
+        """Do the work of `learn_` by operations on all bins, which a compiler fuses; equal up to rounding."""
         log_vector, visits = state
         if self.rules.scheme == "high-order" or (log_vector.dim() == 2 and len(log_vector) != len(index)):
             self.learn_(state, index, log_density, step_size)
@@ -393,15 +378,11 @@ def _move_groups_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
     log_vector.copy_(torch.logaddexp(log_vector + keep, arrives.log()))
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
 class ContourKernels:
-    """A contour's functions with its edges on a device.
+    """A contour's functions with its edges on a device; compiled, each is a few kernels instead of dozens.
 
-    Compiled, a function is a few kernels instead of dozens of operations on tensors of a handful of numbers. The step
-    size and the temperature, which change, are then tensors of shape (): a compiled function would be compiled again
-    for each new number. They are in the host's memory, from which a kernel takes them as arguments.
+    Step size and temperature, which change, are then tensors of shape () in the host's memory, from which a kernel
+    takes them as arguments: a compiled function would be compiled again for each new number.
     """
 
     def __init__(self, contour: Contour, device: torch.device, compiled: bool = False) -> None:
@@ -409,7 +390,8 @@ class ContourKernels:
         self._device = device
         self._compiled = compiled
         self._edges = contour.partition.edges(device)
-        functions: list[Callable[..., Any]] = [self._locate, self._encode, self._learn, self._learn_coded]
+        encode = contour.partition.encode
+        functions: list[Callable[..., Any]] = [self._locate, encode, self._learn, self._learn_coded]
         if compiled:
             functions = [torch.compile(function, dynamic=False) for function in functions]
         self._locates, self._encodes, self._learns, self._learns_coded = functions
@@ -432,8 +414,7 @@ class ContourKernels:
         self._learns_coded(state, codes, None, self._input(step_size))
 
     def learn_together(self, state: ContourState, location: Location, step_size: float) -> None:
-        """Update π from the locations of all chains by way of their encoded energies, as chains of several processes
-        do."""
+        """Update π from the locations of all chains, by their encoded energies as chains of several processes do."""
         self._learns_coded(state, location.energy, location.index, self._input(step_size))
 
     def _input(self, value: Control) -> Control:
@@ -442,9 +423,6 @@ class ContourKernels:
 
     def _locate(self, state: ContourState, energy: Tensor, temperature: Control) -> tuple[Tensor, ...]:
         return self._contour.locate(state, energy, temperature, self._edges)
-
-    def _encode(self, energy: Tensor, index: Tensor) -> Tensor:
-        return self._contour.partition.encode(energy, index)
 
     def _learn(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Control) -> None:
         if self._compiled:

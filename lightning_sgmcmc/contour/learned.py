@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -121,9 +122,6 @@ class LearnedContour:
             raise ValueError(f"the content is damaged or not a learned contour: {error}") from error
 
 
-# -- weight shares -----------------------------------------------------------------------------------------------------
-
-
 class WeightShares:
     """Sums of importance weights and of their squares, in log space, for each chain whose weights have a constant."""
 
@@ -136,8 +134,8 @@ class WeightShares:
         """Add a sample."""
         self._samples += 1
         largest, total, squares = self._sums.get(chain, (-math.inf,) * 3)
-        own = max(largest, log_weight), _log_add(total, log_weight), _log_add(squares, 2 * log_weight)
-        self._sums[chain] = own
+        total, squares = np.logaddexp(total, log_weight), np.logaddexp(squares, 2 * log_weight)
+        self._sums[chain] = max(largest, log_weight), float(total), float(squares)
 
     @property
     def count(self) -> int:
@@ -152,9 +150,8 @@ class WeightShares:
     @property
     def efficiency(self) -> float | None:
         """(Σw)²/(S·Σw²), the mean over chains; None without samples."""
-        return self._mean(
-            [_ratio(2 * total, squares) / max(1, self.count) for _, total, squares in self._sums.values()]
-        )
+        worth = [_ratio(2 * total, squares) for _, total, squares in self._sums.values()]
+        return self._mean([one / max(1, self.count) for one in worth])
 
     def _mean(self, values: list[float]) -> float | None:
         return sum(values) / len(values) if values else None
@@ -168,16 +165,8 @@ class WeightShares:
         self._samples, self._sums = state["samples"], dict(state["sums"])
 
 
-def _log_add(one: float, other: float) -> float:
-    high, low = max(one, other), min(one, other)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
-
-
 def _ratio(log_one: float, log_other: float) -> float:
     return 0.0 if log_other == -math.inf else math.exp(min(log_one - log_other, 700.0))
-
-
-# -- watch -------------------------------------------------------------------------------------------------------------
 
 
 FIRST_CHECK = 500
@@ -189,11 +178,7 @@ STEEP = 30.0
 
 
 class ContourWatch:
-    """Checks the visited bins and the samples' weights, and warns once of each fault.
-
-    Args:
-        warn: called with each warning, a sentence.
-    """
+    """Checks the visited bins and the samples' weights, and warns once of each fault."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._emit = warn
@@ -254,12 +239,7 @@ class ContourWatch:
             )
 
     def after_sample(self, log_weight: float, chain: int | None = None) -> None:
-        """Record a sample's log-weight, and check the share of the largest weight, averaged over chains.
-
-        Args:
-            log_weight: its log importance weight.
-            chain: its chain, if weights compare only within a chain.
-        """
+        """Record a sample's log-weight, with its chain if weights compare only there, and check the largest."""
         shares = self.shares
         shares.add(log_weight, chain)
         share = shares.largest or 0.0
@@ -279,12 +259,8 @@ class ContourWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, names and a tensor."""
-        return {
-            "next": self._next,
-            "seen": self._seen,
-            "given": sorted(self._given),
-            **self.shares.state_dict(),
-        }
+        own = {"next": self._next, "seen": self._seen, "given": sorted(self._given)}
+        return own | self.shares.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""

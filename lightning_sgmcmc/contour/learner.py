@@ -1,8 +1,6 @@
 """The learning of π during a run, by chains that learn alone or together."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,51 +12,14 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.tensors import exact
 
 
-def _as_is(tensor: Tensor, dim: int) -> Tensor:
-    return tensor
-
-
-@dataclass(frozen=True)
-class ChainGroup:
-    """The chains of this process among those of the run.
-
-    Attributes:
-        num_chains: C, chains of this process.
-        total_chains: P, chains of the run.
-        device: of this process's tensors.
-        gather: from this process's values, with its C chains along an axis `dim`, makes those of all P chains.
-        own: from the values of all P chains, takes this process's.
-    """
-
-    num_chains: int = 1
-    total_chains: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    gather: Callable[[Tensor, int], Tensor] = _as_is
-    own: Callable[[Tensor, int], Tensor] = _as_is
-
-    @classmethod
-    def of_layout(cls, layout: ChainLayout, device: torch.device) -> "ChainGroup":
-        """Return the group of a layout's chains; a single process needs no functions of the strategy."""
-        if layout.is_spread:
-            return cls(layout.num_chains, layout.total_chains, device, layout.gather, layout.own)
-        return cls(layout.num_chains, layout.total_chains, device)
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether other processes hold other chains."""
-        return self.total_chains > self.num_chains
-
-
-# -- learner -----------------------------------------------------------------------------------------------------------
-
-
 class ContourLearner:
     """Learns π from the energies of a run's steps: `locate` before an update, `learn` after it.
 
     Args:
         contour: partition and rules.
         step_size: ω_k of the stochastic approximation.
-        chains: the chains that learn.
+        chains: the chains that learn, this process's among those of the run.
+        device: of the tensors; None is the host.
         interacting: one π for all chains of the run, learned by all; else each chain learns its own.
         exchange_every: number of updates between exchanges of interacting chains' energies.
         compiled: whether to compile the functions of a step.
@@ -71,7 +32,8 @@ class ContourLearner:
         self,
         contour: Contour,
         step_size: DecayingStepSize,
-        chains: ChainGroup,
+        chains: ChainLayout,
+        device: torch.device | None = None,
         interacting: bool = False,
         exchange_every: int = 1,
         compiled: bool = False,
@@ -80,10 +42,11 @@ class ContourLearner:
         self.contour = contour
         self.step_size = step_size
         self.chains = chains
+        self._device = torch.device("cpu") if device is None else device
         self.interacting = interacting
         self.exchange_every = exchange_every
         own = None if interacting or chains.num_chains == 1 else chains.num_chains
-        state = contour.initial_state(own, chains.device)
+        state = contour.initial_state(own, self._device)
         if initial is not None:
             for tensor, begin in zip(state, initial, strict=True):
                 tensor.copy_(begin)
@@ -91,7 +54,7 @@ class ContourLearner:
         """The contour with the π of this process's chains."""
         self.updates = 0
         """Steps that were learned from."""
-        self._kernels = ContourKernels(contour, chains.device, compiled)
+        self._kernels = ContourKernels(contour, self._device, compiled)
         self._waiting: list[Tensor] = []
         """Encoded energies that interacting chains have not exchanged yet, shape (C,) for each step."""
         self._clamped: Tensor | None = None
@@ -105,21 +68,12 @@ class ContourLearner:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def locate(self, energy: Tensor, temperature: float | Tensor = 1.0) -> Location:
-        """Return bin, multiplier and log Ψ of the chains' energies (C,).
-
-        Raises:
-            ValueError: if an energy in the host's memory is NaN.
-        """
+        """Return bin, multiplier and log Ψ of the chains' energies (C,); a NaN in the host's memory raises."""
         return self._kernels.locate(self.learned.state, energy, temperature)
 
     def log_acceptance(self, location: Location, change: Tensor) -> Tensor:
         """Return ζ·(log Ψ(U) - log Ψ(U + change)), shape (C,): the log probability, if negative, of accepting a move
-        that is right without the flattening.
-
-        Args:
-            location: of the chains' energies U.
-            change: of the energy by the move, shape (C,).
-        """
+        that is right without the flattening."""
         return self.contour.rules.zeta * (location.log_density - self.locate(location.energy + change).log_density)
 
     def learn(self, location: Location) -> None:
@@ -174,20 +128,11 @@ class ContourLearner:
         """Return the contour with π of all chains of the run: one vector (m,), or one for each chain (P, m)."""
         state = self.learned.state
         if not self.interacting and self.chains.is_spread:
-            rows = state if self.chains.num_chains > 1 else ContourState(*(tensor[None] for tensor in state))
-            state = ContourState(*(self.chains.gather(tensor, 0) for tensor in rows))
+            state = ContourState(*map(self.chains.gather_stored, state))
         return LearnedContour(self.contour, state)
 
-    def _of_own_chains(self, whole: dict[str, Tensor]) -> ContourState:
-        """Return this process's part of a state of all chains, as new tensors."""
-        state = ContourState(**whole)
-        if not self.interacting and self.chains.is_spread:
-            rows = ContourState(*(self.chains.own(tensor, 0) for tensor in state))
-            state = rows if self.chains.num_chains > 1 else ContourState(*(tensor[0] for tensor in rows))
-        return ContourState(*(tensor.to(self.chains.device, copy=True) for tensor in state))
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all chains of the run: numbers, names and tensors."""
+        """Return the state of all chains of the run."""
         state = self.of_all_chains().state._asdict()
         return {
             "updates": self.updates,
@@ -197,11 +142,7 @@ class ContourLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`.
-
-        Raises:
-            ValueError: if the contour had other settings, or other chains learned it.
-        """
+        """Restore from `state_dict()`, of the same settings and chains."""
         before, now = (_flat(settings) for settings in (state["rules"], self.contour.to_dict()))
         for name, value in now.items():
             if value != before[name]:
@@ -217,9 +158,13 @@ class ContourLearner:
                 "same num_chains and interacting"
             )
         self.updates = state["updates"]
-        self.learned = LearnedContour(self.contour, self._of_own_chains(state["state"]))
+        tensors = [state["state"][name] for name in ContourState._fields]
+        if not self.interacting and self.chains.is_spread:
+            tensors = list(map(self.chains.own_stored, tensors))
+        own = ContourState(*(tensor.to(self._device, copy=True) for tensor in tensors))
+        self.learned = LearnedContour(self.contour, own)
         if state["waiting"] is not None:
-            self._waiting = list(self.chains.own(state["waiting"], 1).to(self.chains.device))
+            self._waiting = list(self.chains.own(state["waiting"], 1).to(self._device))
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

@@ -104,37 +104,16 @@ class EnergyPartition:
 
 
 def bin_index(energy: Tensor, edges: Tensor) -> Tensor:
-    """Return the bin of each energy, int64 from 0: the number of edges below it. An edge belongs to its lower bin.
-
-    Args:
-        energy: any shape, in nats.
-        edges: u_1, …, u_{m-1}, rising, shape (m-1,).
-
-    Raises:
-        ValueError: if an energy in the host's memory is NaN.
-    """
+    """Return the bin of each energy, int64 from 0: the number of rising edges (m-1,) below it; an edge belongs to its
+    lower bin, and a NaN in the host's memory raises."""
     if energy.device.type == "cpu" and not torch.compiler.is_compiling() and bool(energy.isnan().any()):
         raise ValueError("an energy is NaN, so it has no bin: check the model and its data")
     return torch.bucketize(energy, edges)
 
 
-# -- energy range ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EnergyRange:
-    """The arguments of an energy partition that may be learned.
-
-    Args:
-        num_bins: m.
-        first_edge: u_1 in nats; None learns it.
-        width: Δu in nats; None learns it, together with first_edge.
-        lowest: share of the energies below a learned first edge, in (0, 1).
-        headroom: extent of the bins above the largest energy, in units of the energies' range.
-
-    Raises:
-        ValueError: if an argument is out of range, or for a first edge without a width.
-    """
+    """The arguments of an energy partition that may be learned, as `ContourGradient` has them."""
 
     num_bins: int
     first_edge: float | None = None
@@ -167,13 +146,8 @@ class EnergyRange:
         return self.given or EnergyPartition(**partition | {"num_bins": self.num_bins})
 
 
-# -- energy law --------------------------------------------------------------------------------------------------------
-
-# The law of a chain's energies, and what flattening it gives: the spread of κ and the efficiency of the weights.
-#
 # A posterior that is Gaussian in d directions has U - min U ~ τ·Gamma(d/2), and the noise of mini-batches adds a
 # normal variable. Both are near a shifted gamma law (Pearson type III), which three moments determine.
-
 
 POINTS = 4001
 """Points of the quadrature over energies."""
@@ -192,9 +166,6 @@ class EnergyLaw:
         mean: in nats.
         std: standard deviation in nats, > 0.
         shape: k ≥ 1; infinite for a normal law.
-
-    >>> EnergyLaw(0.0, 10.0).efficiency(0.6)  # √(1-ζ²) of a normal law
-    0.8
     """
 
     mean: float
@@ -203,10 +174,7 @@ class EnergyLaw:
 
     @classmethod
     def of(cls, energies: Tensor) -> "EnergyLaw":
-        """Return the law with the mean, variance and skewness of energies, any shape, float64.
-
-        The skewness gives k = 4/skewness². It is cut off at 0 (a normal law) and at 2 (k = 1, an exponential one).
-        """
+        """Return the law with the mean, variance and skewness of energies; k = 4/skewness² is at least 1."""
         mean, std = energies.mean(), energies.std()
         skewness = float(((energies - mean) / std).pow(3).mean())
         shape = math.inf if skewness <= 2 / NORMAL_FROM**0.5 else max(1.0, 4 / skewness**2)
@@ -216,25 +184,6 @@ class EnergyLaw:
     def scale(self) -> float:
         """s of the gamma law, in nats."""
         return self.std / self.shape**0.5
-
-    def efficiency(self, zeta: float, exponent: float = 1.0) -> float:
-        """Return (E w)²/E w² of weights w = p^{αζ} of draws from p^{1-ζ}, with ζ < 1.
-
-            G(a+b)²/(G(a)·G(a+2b)),   a = 1-ζ, b = αζ,  G(c) = ∫ p^c;  √(a·(a+2b))/(a+b) for a normal law
-
-        Args:
-            zeta: ζ, the power of p that is flattened away.
-            exponent: α of tempered weights.
-        """
-        a, b = 1 - zeta, exponent * zeta
-        if math.isinf(self.shape):
-            return math.sqrt(a * (a + 2 * b)) / (a + b)
-        return math.exp(2 * self._log_power(a + b) - self._log_power(a) - self._log_power(a + 2 * b))
-
-    def _log_power(self, c: float) -> float:
-        """Return log ∫ p^c up to a multiple of c."""
-        order = c * (self.shape - 1) + 1
-        return math.lgamma(order) - order * math.log(c)
 
     def edges(self, zeta: float) -> tuple[float, float]:
         """Return the outer edges of bins in nats: energies with shares of 0.05 and 0.999 of p^{1-ζ} below them."""

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.contour.auto import LEAST_ENERGIES, ContourChoice, ContourGoals, choose_contour
 from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState
-from lightning_sgmcmc.contour.learner import ChainGroup
 from lightning_sgmcmc.contour.partition import EnergyPartition, EnergyRange
 from lightning_sgmcmc.tensors import exact
 
@@ -20,9 +20,6 @@ class ContourStart:
         energy_range: the bins, as far as they are given.
         include_prior: whether the energy includes -log p(θ), unless that is chosen.
         goals: what to choose settings for; None chooses none.
-
-    Raises:
-        ValueError: for neither rules nor goals, or for both.
     """
 
     def __init__(
@@ -46,8 +43,9 @@ class ContourStart:
             Contour(energy_range.given or EnergyPartition(0.0, 1.0, energy_range.num_bins), rules)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget an earlier run."""
+    def reset(self, chains: ChainLayout | None = None, device: torch.device | None = None) -> None:
+        """Forget an earlier run; the chains and the device of the coming one's energies are known when it begins."""
+        self._chains, self._device = chains or ChainLayout(), device
         self.choice: ContourChoice | None = None
         self.begin: int | None = None
         """Steps of the sampler before the warm-up; None if it follows the run's first stage."""
@@ -61,38 +59,20 @@ class ContourStart:
         return self._include_prior if self.choice is None else self.choice.include_prior
 
     def first_step(self, begin: int) -> int:
-        """Return the steps of the sampler before the contour begins.
-
-        Args:
-            begin: those before a warm-up that follows the run's first stage.
-        """
+        """Return the steps of the sampler before the contour begins, by those before a warm-up that follows the run's
+        first stage."""
         return (begin if self.begin is None else self.begin) + (self.length or 0)
 
-    def open(self, length: int, chains: ChainGroup, begin: int | None = None) -> None:
-        """Begin a warm-up.
-
-        Args:
-            length: its steps, 0 for none.
-            chains: the chains.
-            begin: steps of the sampler before it; None if it follows the run's first stage.
-        """
+    def open(self, length: int, begin: int | None = None) -> None:
+        """Begin a warm-up of some steps, 0 for none; `begin` is None if it follows the run's first stage."""
         self.begin, self.length = begin, length
         if length and self.range.given is None:
-            self._record = EnergyRecord(length, chains, keeps_prior=self.goals is not None)
+            self._record = EnergyRecord(length, self._chains, self._device, keeps_prior=self.goals is not None)
 
-    def open_until(self, step: int, first_sample: int | None, chains: ChainGroup) -> None:
-        """Begin a warm-up that ends half-way to the run's first sample.
-
-        Args:
-            step: steps of the sampler before it.
-            first_sample: the step after which the first sample is drawn, None if unknown.
-            chains: the chains.
-
-        Raises:
-            ValueError: if it would have too few energies.
-        """
+    def open_until(self, step: int, first_sample: int | None) -> None:
+        """Begin a warm-up after a step that ends half-way to the run's first sample, None if that is unknown."""
         length = 0 if first_sample is None else (first_sample - step) // 2
-        if (length - length // 2) * chains.total_chains < LEAST_ENERGIES:
+        if (length - length // 2) * self._chains.total_chains < LEAST_ENERGIES:
             due = "no first sample is planned"
             if first_sample is not None:
                 due = f"the first sample is due after step {first_sample}"
@@ -100,7 +80,7 @@ class ContourStart:
                 f"auto=True chooses from the energies of a warm-up, and after step {step} there is none that is long "
                 f"enough: {due}. Lengthen the schedule's burn-in, or pass warm_up_steps"
             )
-        self.open(length, chains, begin=step)
+        self.open(length, begin=step)
 
     @property
     def is_recording(self) -> bool:
@@ -113,14 +93,7 @@ class ContourStart:
             self._record.add(number, energy, log_prior.reshape(-1))
 
     def decide(self, temperature: float) -> tuple[Contour, ContourState | None, str] | None:
-        """Return the contour, its initial π and a sentence on what was learned; None if there was no warm-up.
-
-        Args:
-            temperature: τ of the coming step.
-
-        Raises:
-            ValueError: if the warm-up's energies do not say.
-        """
+        """Return the contour, its initial π and a sentence on what was learned; None if there was no warm-up."""
         record, self._record = self._record, None
         if record is None:
             return None
@@ -148,18 +121,14 @@ class ContourStart:
             "choice": None if self.choice is None else self.choice.as_json(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], chains: ChainGroup) -> Contour | None:
-        """Restore from `state_dict()` and the learner's "rules"; return the contour if the warm-up was over.
-
-        Raises:
-            ValueError: if the checkpoint's contour was made in another way.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> Contour | None:
+        """Restore from `state_dict()` and the learner's "rules"; return the contour if the warm-up was over."""
         choice = state["choice"]
         self.choice = None if choice is None else ContourChoice.from_json(choice)
         if self.goals is not None:
             if state["warm_up"] is not None:
                 begin, length = state["warm_up"]
-                self.open(length, chains, begin)
+                self.open(length, begin)
             if state["rules"] is not None and (self.choice is None or self.choice.goals != self.goals):
                 there = "were given" if self.choice is None else f"were chosen for {self.choice.goals}"
                 raise ValueError(
@@ -177,23 +146,16 @@ class ContourStart:
         return None
 
 
-# -- warm up -----------------------------------------------------------------------------------------------------------
-
-
 class EnergyRecord:
-    """Records the energies of the second half of a warm-up; its first half, the way from the start, is left out.
+    """Records the energies of a warm-up's second half, without the way from the start, and waits for no device."""
 
-    Args:
-        steps: optimizer steps of the warm-up.
-        chains: the chains; energies stay on their device, so that recording never waits for it.
-        keeps_prior: whether to record log p(θ) too.
-    """
-
-    def __init__(self, steps: int, chains: ChainGroup, keeps_prior: bool = False) -> None:
+    def __init__(
+        self, steps: int, chains: ChainLayout, device: torch.device | None = None, keeps_prior: bool = False
+    ) -> None:
         self._chains = chains
         self._first = steps // 2
         shape = (steps - self._first, chains.num_chains)
-        self._energies = torch.full(shape, torch.nan, dtype=torch.float64, device=chains.device)
+        self._energies = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
         self._log_priors = self._energies.clone() if keeps_prior else None
 
     def add(self, step: int, energy: Tensor, log_prior: Tensor | None = None) -> None:
@@ -209,11 +171,7 @@ class EnergyRecord:
         return self._chains.gather(self._energies, 1), None if priors is None else self._chains.gather(priors, 1)
 
     def energies(self) -> Tensor:
-        """Return the recorded energies of all chains of the run, shape (S,).
-
-        Raises:
-            ValueError: if there are none: the contour rested in all these steps.
-        """
+        """Return the recorded energies of all chains of the run, shape (S,)."""
         energies = self._chains.gather(self._energies, 1)
         found = energies[energies.isfinite()]
         if found.numel() == 0:
@@ -225,16 +183,12 @@ class EnergyRecord:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all chains of the run: a tensor."""
+        """Return the tensors of all chains of the run."""
         energies, priors = self.everything()
         return {"energies": energies.cpu()} | ({} if priors is None else {"log_priors": priors.cpu()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`.
-
-        Raises:
-            ValueError: if the warm-up had another length or another number of chains.
-        """
+        """Restore from `state_dict()`, of a warm-up with the same length and number of chains."""
         expected = (len(self._energies), self._chains.total_chains)
         if state["energies"].shape != expected:
             raise ValueError(

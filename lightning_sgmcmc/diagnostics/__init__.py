@@ -20,7 +20,6 @@ from lightning_sgmcmc.diagnostics.draws import (
     chain_diagnostics,
     normalised_weights,
     resample,
-    wasserstein_distance,
     weight_efficiency,
     within_groups,
 )
@@ -37,9 +36,7 @@ from lightning_sgmcmc.diagnostics.scores import (
     sample_crps,
 )
 from lightning_sgmcmc.health.assessment import assess
-from lightning_sgmcmc.health.estimates import Observations
 from lightning_sgmcmc.health.findings import Finding, FindingKind
-from lightning_sgmcmc.health.observer import StepObserver
 from lightning_sgmcmc.health.report import HealthReport, RunMeasures, Temperatures
 from lightning_sgmcmc.health.verdict import RunFacts
 
@@ -49,10 +46,8 @@ __all__ = [
     "Finding",
     "FindingKind",
     "HealthReport",
-    "Observations",
     "RunFacts",
     "RunMeasures",
-    "StepObserver",
     "Temperatures",
     "agreement",
     "assess",
@@ -79,7 +74,6 @@ __all__ = [
     "sample_crps",
     "squared_distances",
     "total_variation",
-    "wasserstein_distance",
     "weight_efficiency",
     "weight_sketch",
     "within_groups",

@@ -7,23 +7,17 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import whole_labels
-from lightning_sgmcmc.predictions.mixture import FLOOR, tempered
+from lightning_sgmcmc.predictions.mixture import FLOOR
 from lightning_sgmcmc.tensors import widest
-
-__all__ = ["FLOOR", "LARGEST", "SMALLEST", "class_nll", "fit_std_factor", "fit_temperature", "gaussian_nll", "tempered"]
 
 SMALLEST, LARGEST = 1e-2, 1e2
 """Bounds of a fitted temperature; data that are all right, or all wrong, have no finite optimum."""
 
 
 def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the temperature at which the tempered probabilities have the lowest mean NLL.
+    """Return the temperature at which the tempered probabilities (n, K) have the lowest mean NLL of labels (n,).
 
     The NLL is convex in 1/T, so the root of its derivative, mean(E_T[log p] - log p_y), is bisected.
-
-    Args:
-        probabilities: shape (n, K).
-        labels: in 0..K-1, shape (n,).
 
     Source: Guo et al. 2017, section 4.2.
     """
@@ -38,14 +32,9 @@ def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
-    """Return the factor of the standard deviations at which N(target; mean, (factor·std)²) has the lowest mean NLL.
+    """Return the factor of the standard deviations (n, D) with the lowest mean NLL of a Gaussian; NaN is left out.
 
-        factor² = mean((target - mean)²/std²)
-
-    Targets that are NaN are not observed, and left out.
-
-    Args:
-        mean, std, target: shape (n, D).
+    factor² = mean((target - mean)²/std²)
     """
     return float(((widest(target) - widest(mean)) / widest(std)).square().nanmean().sqrt())
 
@@ -198,12 +187,7 @@ def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iteratio
 
 
 def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) -> float:
-    """Return the factor f with the least Σ_i NLL_i(f) + (log f)²/(2·s²), a fit with a prior around 1.
-
-    Args:
-        nll: mean NLL of the `count` data at each factor, shape (F,).
-        factors: shape (F,).
-    """
+    """Return the factor f with the least Σ_i NLL_i(f) + (log f)²/(2·s²), by the mean NLL at each factor (F,)."""
     penalty = widest(factors).log().square() / (2 * prior_std**2)
     return float(factors[int((count * widest(nll) + penalty).argmin())])
 

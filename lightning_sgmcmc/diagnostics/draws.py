@@ -160,29 +160,6 @@ def resample(
     return torch.searchsorted(cumulative, places, right=True).clamp(max=last)
 
 
-def wasserstein_distance(first: Tensor, second: Tensor) -> float:
-    """Return W₁ = ∫|F - G| dx between two sets of equally weighted numbers with distribution functions F and G.
-
-    For the distance to a known law, pass as one set its quantiles at (i - 1/2)/n, i = 1, …, n.
-
-    Args:
-        first: shape (S,), finite.
-        second: shape (R,), finite.
-
-    Raises:
-        ValueError: if a set is empty, not one-dimensional, or not finite.
-
-    >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
-    2.0
-    """
-    from scipy.stats import wasserstein_distance as distance
-
-    sets = [numbers.cpu() for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
-    if len(sets) < 2 or not all(bool(numbers.isfinite().all()) for numbers in sets):
-        raise ValueError("each set must be one-dimensional, finite and not empty")
-    return float(distance(*sets))
-
-
 # -- chains ------------------------------------------------------------------------------------------------------------
 
 MIXED = 1.05
@@ -380,10 +357,7 @@ def merge_batches(means: Tensor, counts: Tensor, limit: int = MAX_BATCHES) -> tu
 
 
 def mean_and_error(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over weighted batches, shape (B, …), B ≥ 2, and its standard error.
-
-    The error includes the correlation of neighbouring batches if it is positive.
-    """
+    """Return the mean over weighted batches (B, …), B ≥ 2, and its error, with a positive correlation of neighbours."""
     weights = along_first_axis(counts / counts.sum(), means.dim())
     mean = (weights * means).sum(0)
     deviations = weights * (means - mean)
@@ -425,13 +399,14 @@ CONFIDENCE = 0.95
 
 
 def resampled_means(values: Array, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """Return the means of resampled data (Efron & Tibshirani 1993, chapter 6), shape (m, B), paired over the rows.
+    """Return the means (m, B) of resampled data (m, n) in an order without meaning, paired over the m quantities.
 
-    Args:
-        values: m quantities of n data, shape (m, n), in an order without meaning.
+    Source: Efron & Tibshirani 1993, chapter 6.
     """
-    sums = _block_sums(np.concatenate([values, np.ones_like(values[:1])]))  # the last row is the blocks' sizes
+    sums = np.concatenate([values, np.ones_like(values[:1])])  # the last row is the sizes of data or blocks
     rows, count = sums.shape
+    if count > MOST_BLOCKS:  # of sizes that differ by at most 1
+        sums, count = np.add.reduceat(sums, np.arange(MOST_BLOCKS) * count // MOST_BLOCKS, axis=1), MOST_BLOCKS
     generator = np.random.default_rng(seed)
     at_once = max(CHUNK // (rows * count), 1)
     parts = []
@@ -440,14 +415,6 @@ def resampled_means(values: Array, resamples: int = RESAMPLES, seed: int = 0) ->
         drawn = sums.take(indices, axis=1).sum(-1)
         parts.append(drawn[:-1] / drawn[-1])
     return np.concatenate(parts, 1)
-
-
-def _block_sums(values: Array) -> Array:
-    """Return the sums of at most `MOST_BLOCKS` blocks of data, whose sizes differ by at most 1; shape (m, blocks)."""
-    count = values.shape[1]
-    if count <= MOST_BLOCKS:
-        return values
-    return np.add.reduceat(values, np.arange(MOST_BLOCKS) * count // MOST_BLOCKS, axis=1)
 
 
 def percentile_interval(draws: Array, confidence: float = CONFIDENCE) -> tuple[float, float]:

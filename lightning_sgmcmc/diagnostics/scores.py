@@ -202,10 +202,6 @@ def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Ten
 def calibration_error(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_BINS) -> Tensor:
     """Return the expected calibration error, Σ_b n_b/n·|accuracy_b - confidence_b| over the bins of `reliability`.
 
-    Args:
-        probabilities: shape (n, K).
-        target: labels in 0..K-1, shape (n,).
-
     >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     >>> calibration_error(certain, torch.tensor([0, 1]))
     tensor(0.5000)

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -29,25 +29,17 @@ DPI = 150
 def log_figure(
     trainer: pl.Trainer, name: str, figure: "Figure", step: int, folder: Path | None, for_print: bool = False
 ) -> None:
-    """Write a figure to the loggers that accept pictures, and as a PNG file; in a notebook, show it.
-
-    Args:
-        trainer: the run's; only rank zero writes.
-        name: a name such as "posterior/energy"; the part after the slash names the file.
-        folder: folder of the file; None writes no file.
-    """
+    """Write a figure to the loggers that accept pictures, and as a PNG in a folder; in a notebook, show it."""
     if not trainer.is_global_zero:
         return
     png = io.BytesIO()
     with styled():
         figure.savefig(png, format="png", dpi=DPI)
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            import wandb
 
-            _log_object(logger, name, wandb.Image(_pixels(png)), step)
-        elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(name, np.asarray(_pixels(png)), step, dataformats="HWC")
+    def add(writer: Any) -> None:
+        writer.add_image(name, np.asarray(_pixels(png)), step, dataformats="HWC")
+
+    _send(trainer, name, step, lambda wandb: wandb.Image(_pixels(png)), add)
     show_inline(trainer, name, png.getvalue())
     if folder is not None:
         write_output(folder / f"{_stem(name)}.png", png.getvalue())
@@ -58,22 +50,16 @@ def log_figure(
 def log_histogram(
     trainer: pl.Trainer, name: str, values: Sequence[float], label: str, step: int, folder: Path | None
 ) -> None:
-    """Write a histogram to the loggers that accept them, and as a PNG file; non-finite numbers are left out.
-
-    Args:
-        label: the axis label, with the unit.
-    """
+    """Write a histogram to the loggers that accept them, and as a PNG file; non-finite numbers are left out."""
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     if not trainer.is_global_zero or finite.size == 0:
         return
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            import wandb
 
-            _log_object(logger, name, wandb.Histogram(np_histogram=histogram(finite.tolist())), step)
-        elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(name, finite, step)
+    def made(wandb: Any) -> Any:
+        return wandb.Histogram(np_histogram=histogram(finite.tolist()))
+
+    _send(trainer, name, step, made, lambda writer: writer.add_histogram(name, finite, step))
     if folder is not None:
         png = io.BytesIO()
         histogram_figure(finite.tolist(), label).savefig(png, format="png", dpi=DPI)
@@ -92,21 +78,17 @@ def log_table(
     if not trainer.is_global_zero:
         return
     rows = [[_cell(cell) for cell in row] for row in rows]
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            import wandb
 
-            table = wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
-            _log_object(logger, name, table, step)
-        elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(
-                name, markdown_table(columns, [[_text(cell) for cell in row] for row in rows]), step
-            )
+    def made(wandb: Any) -> Any:
+        return wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
+
+    text = [[_text(cell) for cell in row] for row in rows]
+    _send(trainer, name, step, made, lambda writer: writer.add_text(name, markdown_table(columns, text), step))
     if folder is not None:
-        text = io.StringIO(newline="")
+        content = io.StringIO(newline="")
         inert = [[_inert(cell) for cell in row] for row in (columns, *rows)]
-        csv.writer(text, lineterminator="\n").writerows(inert)
-        write_output(folder / f"{_stem(name)}.csv", text.getvalue().encode())
+        csv.writer(content, lineterminator="\n").writerows(inert)
+        write_output(folder / f"{_stem(name)}.csv", content.getvalue().encode())
 
 
 def _inert(cell: Any) -> Any:
@@ -117,9 +99,16 @@ def _inert(cell: Any) -> Any:
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
-def _log_object(logger: WandbLogger, name: str, value: Any, step: int) -> None:
-    objects: dict[str, Any] = {name: value}  # W&B accepts more than the numbers that Lightning declares
-    logger.log_metrics(objects, step=step)
+def _send(trainer: pl.Trainer, name: str, step: int, made: Callable[[Any], Any], add: Callable[[Any], None]) -> None:
+    """Send W&B what a function makes of its module, and let another add it by TensorBoard's writer."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            objects: dict[str, Any] = {name: made(wandb)}  # more than the numbers that Lightning declares
+            logger.log_metrics(objects, step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            add(logger.experiment)
 
 
 def _pixels(png: io.BytesIO) -> Any:

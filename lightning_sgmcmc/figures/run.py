@@ -251,12 +251,12 @@ def learning_coefficient_figure(
 RARE = 1e-4
 
 
-def _shown(visits: Any) -> slice:
-    """Return the range of visited bins with one more bin on each side."""
+def _bins(centres: Sequence[float], visits: Any) -> tuple[slice, Any, float]:
+    """Return the range of visited bins with one more bin on each side, their centres, and their width."""
     places = np.flatnonzero(visits > 0)
-    if len(places) == 0:
-        return slice(0, len(visits))
-    return slice(max(places[0] - 1, 0), places[-1] + 2)
+    shown = slice(0, len(visits)) if len(places) == 0 else slice(max(places[0] - 1, 0), places[-1] + 2)
+    x = np.asarray(centres, dtype=float)[shown]
+    return shown, x, float(np.diff(x).mean()) if len(x) > 1 else 1.0
 
 
 def energy_histogram_figure(
@@ -264,9 +264,7 @@ def energy_histogram_figure(
 ) -> "Figure":
     """Draw the share of steps in each energy bin of equal width, and the target's mass in it, as estimated from π."""
     visited = np.asarray(visits, dtype=float)
-    shown = _shown(visited)
-    x = np.asarray(centres, dtype=float)[shown]
-    width = float(np.diff(x).mean()) if len(x) > 1 else 1.0
+    shown, x, width = _bins(centres, visited)
     figure, (axes,) = canvas()
     share = visited / max(visited.sum(), 1)
     axes.bar(x, share[shown], width=width, color=SINGLE_COLOUR, alpha=0.5, label="share of the steps")
@@ -286,9 +284,8 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     It is omitted in bins with less than one step in 10,000.
     """
     visited = np.asarray(visits, dtype=float)
-    shown = _shown(visited)
-    x, kappa = (np.asarray(values, dtype=float)[shown] for values in (centres, multipliers))
-    width = float(np.diff(x).mean()) if len(x) > 1 else 1.0
+    shown, x, width = _bins(centres, visited)
+    kappa = np.asarray(multipliers, dtype=float)[shown]
     known = visited[shown] > RARE * visited.sum()
     figure, (upper, lower) = canvas(2, height=4.2)
     label: str | None = "bouncy zone, κ < 0"

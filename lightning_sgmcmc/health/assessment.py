@@ -82,13 +82,10 @@ class _Findings:
 
     def __init__(self, estimates: Estimates, facts: RunFacts) -> None:
         self._estimates, self._facts = estimates, facts
+        self._is_tested = facts.acceptance is not None
+        """Whether a test removes the error of the steps from the law."""
         # The measured noise has a bias of lr·λ, which is all of it if each step has all data.
         self._noisy = {} if facts.is_full_batch or self._is_tested else estimates.noisy()
-
-    @property
-    def _is_tested(self) -> bool:
-        """Whether a test removes the error of the steps from the law."""
-        return self._facts.acceptance is not None
 
     def all(self) -> tuple[Finding | None, ...]:
         """Return the findings, at most one of each kind and side."""

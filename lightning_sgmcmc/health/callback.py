@@ -1,7 +1,7 @@
 """The verdict on a run: temperatures, mini-batch noise, energies, predictions; ranked findings and one advice."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,6 +108,7 @@ class ChainHealth(StepClaimant):
         module, sampler = run.module, run.sampler
         self._folder = run_folder(run.trainer)
         names = {p: name for name, p in module.named_parameters()}
+        algorithm = str(run.trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower()
         self._params = [p for group in sampler.param_groups for p in group["params"]]
         self._observer = StepObserver(
             [names.get(p, f"parameter {i}") for i, p in enumerate(self._params)],
@@ -116,7 +117,7 @@ class ChainHealth(StepClaimant):
             sampler.num_chains,
             self.every_n_steps,
             self.warm_up,
-            _clipping_of(run.trainer),
+            Clipping(run.trainer.gradient_clip_val, "value" if algorithm == "value" else "norm"),
             [sampler.sampled_numel(p) for p in self._params],
         )
         self._step = sampler.step_count
@@ -170,20 +171,17 @@ class ChainHealth(StepClaimant):
         laws = [self._law(group) for group in sampler.param_groups]
         observer.after_update(laws)
         if observer.is_pending:
-            pairs = zip(sampler.param_groups, laws, strict=True)
-            seen = module.chains.observed
-            steps = [self._group_step(group, law) for group, law in pairs]
+            num_data, seen = sampler.num_data, module.chains.observed
+            assert num_data is not None  # the step had noise
+            steps = []
+            for group, law in zip(sampler.param_groups, laws, strict=True):
+                controls = group["temperature"], group["gradient_multiplier"]
+                steps.append(GroupStep(law, *controls, num_data, sampler.stored_momenta(group)))
             observer.add(steps, seen.energy.mean(), seen.log_prior.mean())
 
     def _law(self, group: dict[str, Any]) -> StepLaw:
         law = self.run.sampler.law(group)
         return self.run.sampler.langevin_law(group) if law is None else law
-
-    def _group_step(self, group: dict[str, Any], law: StepLaw) -> GroupStep:
-        num_data = self.run.sampler.num_data
-        assert num_data is not None  # the step had noise
-        momenta = self.run.sampler.stored_momenta(group)
-        return GroupStep(law, group["temperature"], group["gradient_multiplier"], num_data, momenta)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -222,25 +220,21 @@ class ChainHealth(StepClaimant):
         of_chains = self._mean_over_processes if shared and self.run.layout.is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
-        contour = None if module.contour is None else module.contour.use()
-        accepted = None if has_diverged else self._acceptance(trainer, of_chains)
-        cold = is_optimization(trainer, module)
-        facts = facts_of(module.chains, evaluation, module.plan, contour, cold, sampler, accepted)
+        rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
+        accepted = None if has_diverged or rates is None else float(of_chains(rates.mean().reshape(1)))
+        facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)
-
-    @staticmethod
-    def _acceptance(trainer: pl.Trainer, of_chains: Callable[[Tensor], Tensor]) -> float | None:
-        """Return the mean acceptance probability of the run's `MetropolisTest` so far, None without."""
-        rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
-        return None if rates is None else float(of_chains(rates.mean().reshape(1)))
 
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:
         # One finding, the most urgent: the remedies of others may contradict its own.
         finding = next(iter(report.findings), None)
         if finding is not None and self.warn and finding.severity == "problem" and finding.kind not in WARNED_ELSEWHERE:
-            is_urgent = finding.kind in URGENT or (finding.is_heat and not self._is_cooling(trainer))
+            amid = self._observer is not None and self._observer.in_stage
+            # Later steps of a stage are smaller, and so less hot.
+            is_cooling = amid and any(callback.sets_lr for callback in declared(trainer))
+            is_urgent = finding.kind in URGENT or (finding.is_heat and not is_cooling)
             if (is_final or is_urgent) and finding.kind.value not in self._warned:
                 self._warned.add(finding.kind.value)
                 rank_zero_warn(f"ChainHealth: {finding.text}.")
@@ -248,11 +242,6 @@ class ChainHealth(StepClaimant):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / HEALTH, content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
-
-    def _is_cooling(self, trainer: pl.Trainer) -> bool:
-        """Return whether this is amid a stage whose later steps are smaller, and so less hot."""
-        amid = self._observer is not None and self._observer.in_stage
-        return amid and any(callback.sets_lr for callback in declared(trainer))
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:
         reduced = self.run.trainer.strategy.reduce(means.to(self._params[0]), reduce_op="mean")
@@ -273,8 +262,3 @@ class ChainHealth(StepClaimant):
         else:
             state = self._observer.state_dict()
         return state | {"warned": sorted(self._warned)}
-
-
-def _clipping_of(trainer: pl.Trainer) -> Clipping:
-    algorithm = str(trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower()
-    return Clipping(trainer.gradient_clip_val, "value" if algorithm == "value" else "norm")

@@ -163,18 +163,21 @@ class Estimates:
 
     def mean_nll(self, num_data: int) -> tuple[float, float] | None:
         """Return the training data's mean NLL per datum and the half-width of its interval; None if not recorded."""
-        log_priors = self.observations.log_priors
-        if log_priors is None or not bool(log_priors.isfinite().all()):
+        log_priors = self._log_priors
+        if log_priors is None:
             return None
         mean, error = mean_and_error((self.observations.energies + log_priors) / num_data, self.counts)
         return float(mean), self._quantile * float(error)
 
     def mean_log_prior(self) -> float | None:
         """Return the mean log p(θ), None if it was not recorded."""
+        log_priors = self._log_priors
+        return None if log_priors is None else float((log_priors * self.counts).sum() / self._steps)
+
+    @property
+    def _log_priors(self) -> Tensor | None:
         log_priors = self.observations.log_priors
-        if log_priors is None or not bool(log_priors.isfinite().all()):
-            return None
-        return float((log_priors * self.counts).sum() / self._steps)
+        return log_priors if log_priors is not None and bool(log_priors.isfinite().all()) else None
 
     def energy_halves(self) -> tuple[float, float]:
         """Return the mean energies of the earlier and the later half of the batches."""

@@ -5,13 +5,12 @@ import math
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.health.verdict import AverageGrowth, ContourUse, RunFacts
+from lightning_sgmcmc.health.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.likelihoods import ClassLikelihood
-from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
@@ -25,15 +24,10 @@ FEWEST_DRAWS = 20
 
 
 def facts_of(
-    chains: Chains,
-    evaluation: Evaluation | None,
-    plan: RunPlan | None = None,
-    contour: ContourUse | None = None,
-    is_optimization: bool = False,
-    sampler: Sampler | None = None,
-    acceptance: float | None = None,
+    module: ChainModel, sampler: Sampler, evaluation: Evaluation | None, is_optimization: bool, acceptance: float | None
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps."""
+    chains, plan, contour = module.chains, module.plan, module.contour
     predictions, limit = _predictions(evaluation)
     seen, seen_at_once = chains.observed, chains.observed.batch_size * chains.layout.ranks_per_chain
     drops_out = any(isinstance(layer, _DropoutNd) for layer in chains.model.modules())
@@ -47,7 +41,7 @@ def facts_of(
         prior_norm=prior_norm(chains),
         relaxation_times=None if plan is None else plan.relaxation_times,
         is_cyclical=chains.progress.num_cycles is not None,
-        contour=contour,
+        contour=None if contour is None else contour.use(),
         predictions=predictions,
         rhat_limit=limit,
         growth=_growth(evaluation),

@@ -36,14 +36,10 @@ class Clipping(NamedTuple):
 NO_CLIPPING = Clipping()
 
 
-# -- observer ----------------------------------------------------------------------------------------------------------
-
 Batches = tuple[Tensor, Tensor]
 """Means (B, length) and lengths (B,) of batches of steps."""
-Reduction = Callable[[Tensor], Tensor]
-"""Reduces batch means over processes."""
-Exchange = Callable[[Tensor], Tensor]
-"""Gathers a tensor of this process's chains for a checkpoint, or returns this process's part of one."""
+OverProcesses = Callable[[Tensor], Tensor]
+"""Reduces or gathers a tensor over processes, or returns this process's part of a gathered one."""
 
 NUM_EXTRAS = 5
 ENERGY, SQUARE_ENERGY, TEMPERATURE, CLIPPED, LOG_PRIOR = range(NUM_EXTRAS)
@@ -62,13 +58,8 @@ class StepObserver:
     a stage. It stores three copies of the parameters.
 
     Args:
-        names: the parameters' names.
         params: the parameters, with a leading axis for several chains.
         group_sizes: number of parameters in each parameter group, in the order of `params`.
-        num_chains: C.
-        every_n_steps: number of steps between observations.
-        warm_up: share of each stage, at its beginning, that is ignored.
-        clipping: how the gradients are clipped.
         numels: sampled coordinates of each parameter in one chain; None is all of them.
     """
 
@@ -139,11 +130,9 @@ class StepObserver:
     def before_update(
         self, step: int, gradients: Sequence[Tensor | None], metric: Callable[[], list[Tensor]] | None = None
     ) -> None:
-        """Observe the complete gradients of step k before clipping.
+        """Observe the complete gradients of step 1, 2, … before clipping; a parameter without one is omitted.
 
         Args:
-            step: k, from 1.
-            gradients: gradient of the mean potential for each parameter; a parameter without one is omitted.
             metric: returns the preconditioner's tensors, which are overwritten; None or an empty list is the identity.
         """
         if any(gradient is None for gradient in gradients):
@@ -186,23 +175,13 @@ class StepObserver:
         self._pending = None
 
     def after_update(self, laws: Sequence[StepLaw]) -> None:
-        """Update the momenta's variance over a step; called after every step of a stage.
-
-        Args:
-            laws: the law of each parameter group's step.
-        """
+        """Update the momenta's variance by each group's law, after every step of a stage."""
         pairs = zip(laws, self._variances, strict=True)
         self._variances = [law.momentum_variance(before) for law, before in pairs]
 
     @torch.no_grad()
     def add(self, groups: Sequence[GroupStep], energy: Tensor, log_prior: Tensor) -> None:
-        """Complete the pending observation.
-
-        Args:
-            groups: the step of each parameter group.
-            energy: the mini-batch energy Ũ, the mean over chains.
-            log_prior: log p(θ), the mean over chains.
-        """
+        """Complete the pending observation, with Ũ and log p(θ) as means over chains."""
         assert self._stage is not None
         assert self._pending is not None
         self._stage.add(self._row(groups, self._pending, energy, log_prior))
@@ -254,16 +233,10 @@ class StepObserver:
     def observations(
         self,
         allowance: Sequence[float],
-        mean_of_chains: Reduction = unreduced,
-        mean_of_energies: Reduction = unreduced,
+        mean_of_chains: OverProcesses = unreduced,
+        mean_of_energies: OverProcesses = unreduced,
     ) -> Observations:
-        """Return all batches so far for `assess`.
-
-        Args:
-            allowance: the mini-batch noise that the rule corrects for, for each parameter.
-            mean_of_chains: reduces batch means over processes with other chains.
-            mean_of_energies: reduces the extras over processes with other data.
-        """
+        """Return all batches so far, with the mini-batch noise that the rule corrects for in each parameter."""
         count = len(self._params)
         means, counts = self.batches() or (torch.zeros(0, self.length, dtype=torch.float64), torch.zeros(0))
         extras = mean_of_energies(means[:, NUM_ROWS * count :])
@@ -287,13 +260,10 @@ class StepObserver:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, mean_of_chains: Reduction = unreduced, gather: Exchange = unreduced) -> dict[str, Any]:
-        """Return the batches of earlier stages, and the present stage.
-
-        Args:
-            mean_of_chains: reduces batch means over processes with other chains.
-            gather: returns a parameter-like tensor of all chains of the run.
-        """
+    def state_dict(
+        self, mean_of_chains: OverProcesses = unreduced, gather: OverProcesses = unreduced
+    ) -> dict[str, Any]:
+        """Return the batches of earlier stages, and the present stage; `gather` takes parameter-like tensors."""
         means, counts = self._past or (None, None)
         stage = None
         if self._stage is not None:
@@ -312,13 +282,8 @@ class StepObserver:
             "observations": self.count,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], own: Exchange = unreduced) -> bool:
-        """Restore from `state_dict()` if its batches belong to this network; return whether they do.
-
-        Args:
-            state: what `state_dict` returned.
-            own: returns this process's part of what `gather` returned.
-        """
+    def load_state_dict(self, state: Mapping[str, Any], own: OverProcesses = unreduced) -> bool:
+        """Restore from `state_dict()` if its batches belong to this network; return whether they do."""
         missing: Collection[str] = state["missing"]
         self.missing, self.count = set(missing), state["observations"]
         means, counts, stage = state["means"], state["counts"], state["stage"]

@@ -20,6 +20,22 @@ DOMINANT_WEIGHT = 0.9
 """Share of one sample in all weights above which the average is called useless."""
 FEW_SAMPLES = 10
 """Samples before the weights are judged."""
+AT_CHANCE = 0.05
+"""A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
+LONGEST = 10.0
+"""A run is not advised to be longer than this many times."""
+LOST_SHARE = 0.25
+"""A target is too hot for its data if it takes up `HOT_SHARE` of the energy of chance, and its samples lose this."""
+LEAST_SHARE = 2e-3
+"""A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
+SELDOM_ACCEPTED = 0.1
+"""Trajectories of a `MetropolisTest` are seldom accepted if a smaller share than this is."""
+OFTEN_ACCEPTED = 0.65
+"""Where a smaller share of trajectories is accepted, rejections slow a chain down (Beskos et al. 2013, for HMC)."""
+WORSE_BY = 0.1
+"""The average is worse with more samples if it loses this share of what averaging gains."""
+TREND = 3.0
+"""Standard errors by which the later half of the samples is worse."""
 
 
 @dataclass(frozen=True)
@@ -41,60 +57,11 @@ class ContourUse:
     largest_share: float | None = None
 
 
-def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
-    """Return the findings on a contour; none without one."""
-    if use is None:
-        return ()
-    found, share = [], use.largest_share
-    if use.samples >= FEW_SAMPLES and share is not None and share > DOMINANT_WEIGHT:
-        sentence = (
-            f"contour: one of {use.samples} samples has {100 * share:.0f} % of the weight, so the average "
-            "is that sample"
-        )
-        remedy = "take a smaller zeta (`auto=True` finds one), or a weight_exponent below 1"
-        found.append(Finding(FindingKind.CONTOUR, sentence, "above", remedy=remedy))
-    if use.steps >= LEAST_STEPS and use.spread < FLAT:
-        worth = "" if use.efficiency is None else f", and the weights are worth {100 * use.efficiency:.0f} %"
-        sentence = (
-            f"contour: it does nothing: κ differs from 1 by {use.spread:.2g} (root mean square over {use.steps:,} "
-            f"steps){worth}: the run is one without a contour"
-        )
-        remedy = (
-            "remove it and run more chains; or, where barriers are to be crossed, less noise in the energies (larger "
-            "batches, VarianceReducedEnergy) or fewer sampled weights"
-        )
-        found.append(Finding(FindingKind.CONTOUR, sentence, "below", remedy=remedy, severity="note"))
-    return tuple(found)
-
-
-# -- verdict -----------------------------------------------------------------------------------------------------------
-
-AT_CHANCE = 0.05
-"""A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
-LONGEST = 10.0
-"""A run is not advised to be longer than this many times."""
-LOST_SHARE = 0.25
-"""A target is too hot for its data if it takes up `HOT_SHARE` of the energy of chance, and its samples lose this."""
-LEAST_SHARE = 2e-3
-"""A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
-SELDOM_ACCEPTED = 0.1
-"""Trajectories of a `MetropolisTest` are seldom accepted if a smaller share than this is."""
-OFTEN_ACCEPTED = 0.65
-"""Where a smaller share of trajectories is accepted, rejections slow a chain down (Beskos et al. 2013, for HMC)."""
-WORSE_BY = 0.1
-"""The average is worse with more samples if it loses this share of what averaging gains."""
-TREND = 3.0
-"""Standard errors by which the later half of the samples is worse."""
-
-
 @dataclass(frozen=True)
 class AverageGrowth:
-    """How the model average's NLL, in nats per datum, changed with the number of samples.
+    """How the model average's NLL, in nats per datum, changed with the number of samples, lowest with `best` of them.
 
-    Attributes:
-        best: number of samples with the lowest NLL.
-        single: NLL of each sample, in the order of drawing.
-        certain: whether the difference's interval over the data is off zero.
+    `single` is the NLL of each sample, and `certain` whether the difference's interval over the data is off zero.
     """
 
     best: int
@@ -196,11 +163,10 @@ def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) ->
     report = replace(report, run=measures)
     kind, reason = _kind(report, facts)
     report = replace(report, kind=kind, reason=reason)
+    found = [_acceptance(facts), *contour_findings(facts.contour), _chains(report, facts), _average(facts)]
     if estimates is not None:
-        report = report.with_findings(_at_chance(report, facts, estimates), _target(report, facts, estimates))
-        report = report.with_findings(_preconditioner(facts))
-    report = report.with_findings(_acceptance(facts))
-    return report.with_findings(*contour_findings(facts.contour), _chains(report, facts), _average(facts))
+        found += [_at_chance(report, facts, estimates), _target(report, facts, estimates), _preconditioner(facts)]
+    return report.with_findings(*found)
 
 
 def _measures(report: HealthReport, facts: RunFacts, estimates: Estimates | None) -> RunMeasures:
@@ -248,6 +214,32 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
+    """Return the findings on a contour; none without one."""
+    if use is None:
+        return ()
+    found, share = [], use.largest_share
+    if use.samples >= FEW_SAMPLES and share is not None and share > DOMINANT_WEIGHT:
+        sentence = (
+            f"contour: one of {use.samples} samples has {100 * share:.0f} % of the weight, so the average "
+            "is that sample"
+        )
+        remedy = "take a smaller zeta (`auto=True` finds one), or a weight_exponent below 1"
+        found.append(Finding(FindingKind.CONTOUR, sentence, "above", remedy=remedy))
+    if use.steps >= LEAST_STEPS and use.spread < FLAT:
+        worth = "" if use.efficiency is None else f", and the weights are worth {100 * use.efficiency:.0f} %"
+        sentence = (
+            f"contour: it does nothing: κ differs from 1 by {use.spread:.2g} (root mean square over {use.steps:,} "
+            f"steps){worth}: the run is one without a contour"
+        )
+        remedy = (
+            "remove it and run more chains; or, where barriers are to be crossed, less noise in the energies (larger "
+            "batches, VarianceReducedEnergy) or fewer sampled weights"
+        )
+        found.append(Finding(FindingKind.CONTOUR, sentence, "below", remedy=remedy, severity="note"))
+    return tuple(found)
 
 
 def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Finding | None:

@@ -266,12 +266,7 @@ def _notes(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, approximat
     notes += filter(None, [callback.plan_note() for callback in declared(trainer)])
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
-    return notes + _on_data(trainer, module)
-
-
-def _on_data(trainer: pl.Trainer, module: ChainModel) -> list[str]:
-    """Return notes on N and the order of the data."""
-    rows, notes = training_rows(trainer), []
+    rows = training_rows(trainer)
     if rows.count is not None and rows.count != module.num_data:
         notes.append(
             f"N = {module.num_data:,} as given, whereas the loader has {rows.count:,} rows: the first epoch compares N "
@@ -349,14 +344,6 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
     return _bytes([*module.parameters(), *module.buffers()]) + copies * own + kept
 
 
-# -- the fit ----------------------------------------------------------------------------------------------------------
-
-
-def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
-    """Write a run's plan to every logger: its kind and its known numbers, as `plan.…`."""
-    log_values(trainer, "plan", {"kind": plan.name or "unknown", **plan.scalars()})
-
-
 class Planner:
     """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
 
@@ -376,7 +363,7 @@ class Planner:
         self.is_timing = plan is not None and plan.steps is not None and plan.steps > TIMED[1]
         if plan is None:
             return
-        log_plan(trainer, plan)
+        log_values(trainer, "plan", {"kind": plan.name or "unknown", **plan.scalars()})
         rank_zero_info("\n".join(plan.sentences()))
         for sentence in plan.warnings:
             rank_zero_warn(f"RunPlan: {sentence}.")

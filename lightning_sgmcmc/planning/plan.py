@@ -1,7 +1,7 @@
 """RunPlan: what a run will reach, cost and be called, before its first step, and these in words."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -29,6 +29,47 @@ DIRECTIONS = "directions that the data leave to the prior"
 """Whose relaxation a plan knows: the likelihood's directions relax faster."""
 RELAXED = 0.8
 """Share of the target's temperature from which the directions together are called relaxed, as in `ChainHealth`."""
+
+
+class RunKind(str, Enum):
+    """What the states that a run collects are, together."""
+
+    POSTERIOR_SAMPLE = "posterior sample"
+    COLD_ENSEMBLE = "cold ensemble"
+    SNAPSHOT_ENSEMBLE = "snapshot ensemble"
+    DEEP_ENSEMBLE = "deep ensemble"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def of(cls, plan: "RunPlan", measured_configurational_temperature: float | None = None) -> "RunKind | None":
+        """Return what a run is called, by its plan and by what was measured.
+
+        At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Below temperature 1 it
+        is a cold ensemble, since the posterior has 1. From 1 on it is a cold ensemble if it covers less than one
+        relaxation time, or if its configurational temperature is below half of the target's; else it is a posterior
+        sample. A measured temperature decides alone.
+
+        Args:
+            plan: the run's plan.
+            measured_configurational_temperature: that of all tensors together in `ChainHealth`'s report; None without.
+
+        Returns:
+            the kind; None if neither is known.
+        """
+        if plan.temperature == 0:
+            return cls.DEEP_ENSEMBLE if plan.chains > 1 else cls.SNAPSHOT_ENSEMBLE
+        if plan.temperature < 1:
+            return cls.COLD_ENSEMBLE
+        reached, covered = measured_configurational_temperature, plan.relaxation_times
+        if reached is None and covered is not None and covered < LEAST_RELAXATION_TIMES:
+            return cls.COLD_ENSEMBLE
+        if reached is None:
+            reached = plan.configurational_temperature
+        if reached is None:
+            return None
+        return cls.COLD_ENSEMBLE if reached < COLD_BELOW * plan.temperature else cls.POSTERIOR_SAMPLE
 
 
 @dataclass(frozen=True)
@@ -123,7 +164,7 @@ class RunPlan:
     is_exact: bool = False
 
     @property
-    def kind(self) -> "RunKind | None":
+    def kind(self) -> RunKind | None:
         """What the run will be called, None if the plan does not know."""
         return RunKind.of(self)
 
@@ -135,15 +176,97 @@ class RunPlan:
     @property
     def warnings(self) -> list[str]:
         """At most one sentence, with the numbers to change, for a run that claims a posterior (τ > 0)."""
-        return _warnings(self)
+        if self.temperature == 0:
+            return []
+        covered, reached = self.relaxation_times, self.configurational_temperature
+        if covered is not None and covered < WANTED:
+            times = WANTED / covered if covered > 0 else math.inf
+            remedies = [f"{_rounded(max(times, 1.1))} times the steps" if times < math.inf else "steps with noise"]
+            if self.lr is not None and 1 < times <= 10:
+                remedies.append(f"lr {self.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
+            if self.prior_std is not None and times < math.inf and not self.is_exact:
+                remedies.append(f"prior std {self.prior_std / math.sqrt(times):.2g}")
+            cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
+            called = f"call it a cold ensemble{cold}"
+            caution = " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
+            if self.is_exact or self.parameters >= self.num_data:
+                caution = ""
+            if self.is_exact and reached is not None and reached >= RELAXED * self.temperature:
+                called = f"accept it, since the temperature over all directions is {reached:.2g}"
+            return [
+                f"{covered:.2g} relaxation times of {WANTED:g} wanted in {_where(self)}: {', or '.join(remedies)}, "
+                f"or {called}{caution}"
+            ]
+        if self.heat is not None and self.chance is not None and self.heat > HOT_SHARE * self.chance:
+            cooler, narrower = self.temperature * HOT_SHARE * self.chance / self.heat, self.prior_std
+            smaller = "" if narrower is None else f", a smaller prior std (now {narrower:.2g})"
+            return [
+                f"the target takes up {self.heat:,.0f} nats of heat and guessing costs {self.chance:,.0f}, so its "
+                "samples may be little better than guesses: more data, fewer "
+                f"weights{smaller}, or temperature {cooler:.2g}"
+            ]
+        return []
 
     def sentences(self) -> list[str]:
         """Return the plan in at most five lines of under 80 characters."""
-        return _sentences(self)
+        name, reached = self.name or "of unknown kind", self.configurational_temperature
+        covered, draws = self.relaxation_times, self.independent_draws
+        count = "" if self.samples is None else f"{_counted(self.samples, 'sample')} of "
+        at = f"target temperature {self.temperature:.3g}"
+        if self.temperature == 0:
+            at = "temperature 0 is optimization"
+        elif reached is not None:
+            at = f"temperature {reached:.2g} of {self.temperature:.3g}"
+        lines = [f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {at}."]
+        if self.temperature > 0:
+            times = UNKNOWN if covered is None else _rounded(covered)
+            lines.append(f"Relaxation times in {_where(self)}: {times} of {WANTED:g}.")
+        if self.temperature > 0 and draws is not None:
+            error = f"; averages within 1/√draws = {draws**-0.5:.2g} posterior sd"
+            if covered is None or covered < WANTED:  # the average keeps a part of the start
+                error = ""
+            lines.append(f"Independent draws: {_rounded(draws)}{error}.")
+        if self.temperature > 0 and self.heat is not None:
+            chance = "" if self.chance is None else f"; guessing costs {_short(self.chance)} nats"
+            lines.append(f"Heat at the target's temperature: {_short(self.heat)} nats{chance}.")
+        steps = None if self.steps is None else f"{_short(self.steps)} steps"
+        passes = None if self.data_passes is None else f"{_short(self.data_passes)} data passes"
+        disk = None if self.disk_bytes is None else f"{size(self.disk_bytes)} of samples"
+        memory = None if self.memory_bytes is None else f"{size(self.memory_bytes)} in memory"
+        return [*lines, f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table of the whole plan."""
-        return _rows(self)
+        reached, between = self.configurational_temperature, self.configurational_range
+        spread = "" if between is None else f" ({between[0]:.2g} to {between[1]:.2g} over the chains)"
+        duration = "measured on the first steps"
+        if self.seconds is not None:
+            duration = f"{self.seconds:,.0f} s ({self.seconds_per_step or 0:.2g} s a step)"
+        whole = "{:,}".format
+        rounded = "{:,.0f}".format
+        table: list[tuple[str, Any, Callable[[Any], str]]] = [
+            ("This run is called", self.name, str),
+            ("Optimizer steps", self.steps, whole),
+            ("Samples", self.samples, whole),
+            ("Chains", self.chains, whole),
+            ("Number of data N", self.num_data, whole),
+            ("Parameters of a chain", self.parameters, whole),
+            ("Target temperature", self.temperature, "{:.3g}".format),
+            ("Expected configurational temperature", reached, lambda found: f"{found:.2g}{spread}"),
+            (f"Relaxation times (of {WANTED:g} wanted)", self.relaxation_times, _rounded),
+            ("  in burn-in", self.burn_in_relaxation_times, _rounded),
+            ("  in a stage of sampling", self.sampling_relaxation_times, _rounded),
+            ("Slowest tensor", "all tensors together" if self.is_exact else self.slowest_tensor, str),
+            ("Independent draws to expect", self.independent_draws, _rounded),
+            ("Heat of the target, nats", self.heat, rounded),
+            ("Energy of guessing, nats", self.chance, rounded),
+            ("Per-datum gradients", self.gradient_evaluations, "{:,} of each chain".format),
+            ("Data passes", self.data_passes, rounded),
+            ("Time", duration, str),
+            ("Samples on disk", self.disk_bytes, size),
+            ("Memory of the chains", self.memory_bytes, size),
+        ]
+        return [(name, UNKNOWN if value is None else text(value)) for name, value, text in table]
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, with its name as "kind", warnings and sentences."""
@@ -157,166 +280,11 @@ class RunPlan:
         return {name: float(value) for name, value in values.items() if value is not None}
 
 
-class RunKind(str, Enum):
-    """What the states that a run collects are, together."""
-
-    POSTERIOR_SAMPLE = "posterior sample"
-    COLD_ENSEMBLE = "cold ensemble"
-    SNAPSHOT_ENSEMBLE = "snapshot ensemble"
-    DEEP_ENSEMBLE = "deep ensemble"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @classmethod
-    def of(cls, plan: "RunPlan", measured_configurational_temperature: float | None = None) -> "RunKind | None":
-        """Return what a run is called, by its plan and by what was measured.
-
-        At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Below temperature 1 it
-        is a cold ensemble, since the posterior has 1. From 1 on it is a cold ensemble if it covers less than one
-        relaxation time, or if its configurational temperature is below half of the target's; else it is a posterior
-        sample. A measured temperature decides alone.
-
-        Args:
-            plan: the run's plan.
-            measured_configurational_temperature: that of all tensors together in `ChainHealth`'s report; None without.
-
-        Returns:
-            the kind; None if neither is known.
-        """
-        if plan.temperature == 0:
-            return cls.DEEP_ENSEMBLE if plan.chains > 1 else cls.SNAPSHOT_ENSEMBLE
-        if plan.temperature < 1:
-            return cls.COLD_ENSEMBLE
-        reached, covered = measured_configurational_temperature, plan.relaxation_times
-        if reached is None and covered is not None and covered < LEAST_RELAXATION_TIMES:
-            return cls.COLD_ENSEMBLE
-        if reached is None:
-            reached = plan.configurational_temperature
-        if reached is None:
-            return None
-        return cls.COLD_ENSEMBLE if reached < COLD_BELOW * plan.temperature else cls.POSTERIOR_SAMPLE
-
-
 # -- in words --------------------------------------------------------------------------------------------------------
-
-
-def _sentences(plan: RunPlan) -> list[str]:
-    """Return the plan in at most five lines of under 80 characters."""
-    name = plan.name or "of unknown kind"
-    count = "" if plan.samples is None else f"{_counted(plan.samples, 'sample')} of "
-    lines = [f"Plan: {name}; {count}{_counted(plan.chains, 'chain')}; {_temperature(plan)}."]
-    if plan.temperature > 0:
-        lines.append(f"Relaxation times in {_where(plan)}: {_known(plan.relaxation_times)} of {WANTED:g}.")
-        lines.append(_draws(plan))
-        lines.append(_heat(plan))
-    lines.append(_cost(plan))
-    return [line for line in lines if line]
-
-
-def _temperature(plan: RunPlan) -> str:
-    if plan.temperature == 0:
-        return "temperature 0 is optimization"
-    if plan.configurational_temperature is None:
-        return f"target temperature {plan.temperature:.3g}"
-    return f"temperature {plan.configurational_temperature:.2g} of {plan.temperature:.3g}"
-
-
-def _draws(plan: RunPlan) -> str:
-    """Return the line on independent draws; the error of an average over n of them is 1/√n standard deviations."""
-    draws, covered = plan.independent_draws, plan.relaxation_times
-    if draws is None:
-        return ""
-    if covered is None or covered < WANTED:  # the average keeps a part of the start
-        return f"Independent draws: {_rounded(draws)}."
-    return f"Independent draws: {_rounded(draws)}; averages within 1/√draws = {draws**-0.5:.2g} posterior sd."
-
-
-def _heat(plan: RunPlan) -> str:
-    if plan.heat is None:
-        return ""
-    chance = "" if plan.chance is None else f"; guessing costs {_short(plan.chance)} nats"
-    return f"Heat at the target's temperature: {_short(plan.heat)} nats{chance}."
-
-
-def _cost(plan: RunPlan) -> str:
-    passes = None if plan.data_passes is None else f"{_short(plan.data_passes)} data passes"
-    disk = None if plan.disk_bytes is None else f"{size(plan.disk_bytes)} of samples"
-    memory = None if plan.memory_bytes is None else f"{size(plan.memory_bytes)} in memory"
-    steps = None if plan.steps is None else f"{_short(plan.steps)} steps"
-    return f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."
-
-
-def _warnings(plan: RunPlan) -> list[str]:
-    """Return at most one sentence with the numbers to change, for a run that claims a posterior."""
-    if plan.temperature == 0:
-        return []
-    covered, reached = plan.relaxation_times, plan.configurational_temperature
-    if covered is not None and covered < WANTED:
-        times = WANTED / covered if covered > 0 else math.inf
-        remedies = [f"{_rounded(max(times, 1.1))} times the steps" if times < math.inf else "steps with noise"]
-        if plan.lr is not None and 1 < times <= 10:
-            remedies.append(f"lr {plan.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
-        if plan.prior_std is not None and times < math.inf and not plan.is_exact:
-            remedies.append(f"prior std {plan.prior_std / math.sqrt(times):.2g}")
-        cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
-        called = f"call it a cold ensemble{cold}"
-        if plan.is_exact and reached is not None and reached >= RELAXED * plan.temperature:
-            called = f"accept it, since the temperature over all directions is {reached:.2g}"
-        return [
-            f"{covered:.2g} relaxation times of {WANTED:g} wanted in {_where(plan)}: {', or '.join(remedies)}, "
-            f"or {called}{_caution(plan)}"
-        ]
-    if plan.heat is not None and plan.chance is not None and plan.heat > HOT_SHARE * plan.chance:
-        cooler, narrower = plan.temperature * HOT_SHARE * plan.chance / plan.heat, plan.prior_std
-        smaller = "" if narrower is None else f", a smaller prior std (now {narrower:.2g})"
-        return [
-            f"the target takes up {plan.heat:,.0f} nats of heat and guessing costs {plan.chance:,.0f}, so its samples "
-            f"may be little better than guesses: more data, fewer weights{smaller}, or temperature {cooler:.2g}"
-        ]
-    return []
 
 
 def _where(plan: RunPlan) -> str:
     return "the posterior's slowest direction" if plan.is_exact else DIRECTIONS
-
-
-def _caution(plan: RunPlan) -> str:
-    """Return what limits the warning: with more data than weights, the data may leave no direction to the prior."""
-    if plan.is_exact or plan.parameters >= plan.num_data:
-        return ""
-    return " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
-
-
-def _rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return names and values of a table of the whole plan."""
-    reached, between = plan.configurational_temperature, plan.configurational_range
-    spread = "" if between is None else f" ({between[0]:.2g} to {between[1]:.2g} over the chains)"
-    duration = None if plan.seconds is None else f"{plan.seconds:,.0f} s ({plan.seconds_per_step or 0:.2g} s a step)"
-    evaluations = None if plan.gradient_evaluations is None else f"{plan.gradient_evaluations:,} of each chain"
-    found = [
-        ("This run is called", plan.name),
-        ("Optimizer steps", _number(plan.steps)),
-        ("Samples", _number(plan.samples)),
-        ("Chains", _number(plan.chains)),
-        ("Number of data N", _number(plan.num_data)),
-        ("Parameters of a chain", _number(plan.parameters)),
-        ("Target temperature", f"{plan.temperature:.3g}"),
-        ("Expected configurational temperature", None if reached is None else f"{reached:.2g}{spread}"),
-        (f"Relaxation times (of {WANTED:g} wanted)", _known(plan.relaxation_times)),
-        ("  in burn-in", _known(plan.burn_in_relaxation_times)),
-        ("  in a stage of sampling", _known(plan.sampling_relaxation_times)),
-        ("Slowest tensor", "all tensors together" if plan.is_exact else plan.slowest_tensor),
-        ("Independent draws to expect", _known(plan.independent_draws)),
-        ("Heat of the target, nats", None if plan.heat is None else f"{plan.heat:,.0f}"),
-        ("Energy of guessing, nats", None if plan.chance is None else f"{plan.chance:,.0f}"),
-        ("Per-datum gradients", evaluations),
-        ("Data passes", None if plan.data_passes is None else f"{plan.data_passes:,.0f}"),
-        ("Time", duration or "measured on the first steps"),
-        ("Samples on disk", None if plan.disk_bytes is None else size(plan.disk_bytes)),
-        ("Memory of the chains", None if plan.memory_bytes is None else size(plan.memory_bytes)),
-    ]
-    return [(name, UNKNOWN if value is None else value) for name, value in found]
 
 
 def duration_sentence(seconds: float, seconds_per_step: float) -> str:
@@ -348,14 +316,6 @@ def _rounded(value: float) -> str:
     ('140', '3.1', '0.012')
     """
     return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
-
-
-def _known(value: float | None) -> str:
-    return UNKNOWN if value is None else _rounded(value)
-
-
-def _number(value: int | None) -> str | None:
-    return None if value is None else f"{value:,}"
 
 
 def _counted(count: int, name: str) -> str:
@@ -490,23 +450,19 @@ def _with_reached(
         plan,
         slowest_tensor=slowest,
         configurational_range=(min(each), max(each)) if max(each) > 1.001 * min(each) else None,
-        prior_std=sorted(stds.values())[_place_of_median([sizes[n] for n in sorted(stds, key=lambda n: stds[n])])],
+        prior_std=stds[_median(stds, sizes)],
     )
 
 
 def _median(values: Mapping[str, float], sizes: Mapping[str, int]) -> str:
     """Return the tensor with the element-weighted median of values."""
     names = sorted(values, key=values.__getitem__)
-    return names[_place_of_median([sizes[name] for name in names])]
-
-
-def _place_of_median(weights: Sequence[int]) -> int:
-    half, so_far = sum(weights) / 2, 0
-    for place, weight in enumerate(weights):
-        so_far += weight
+    half, so_far = sum(sizes[name] for name in names) / 2, 0
+    for name in names:
+        so_far += sizes[name]
         if so_far >= half:
-            return place
-    return len(weights) - 1
+            return name
+    return names[-1]
 
 
 def _tensor_plan(tensor: TensorFacts, reached: Reached | None, temperature: float) -> TensorPlan:
@@ -547,16 +503,8 @@ def _notes(
         which = "all tensors" if len(unknown) == len(tensors) else ", ".join(unknown[:3])
         notes.append(f"The prior's scale is unknown for {which}: relaxation and temperature are not planned there.")
     elif facts.temperature > 0 and not reached:
-        notes.append(_without_law(sampler))
+        why = f"{type(sampler).__name__}'s law does not say how its position moves (StepLaw(move=…))"
+        if sampler.planned_law(sampler.param_groups[0]) is None:
+            why = "The sampler's steps depend on the gradients"
+        notes.append(f"{why}, so relaxation and temperature are not planned.")
     return tuple(notes)
-
-
-def _without_law(sampler: Sampler) -> str:
-    """Return why no linear rule follows a sampler's steps."""
-    name, law = type(sampler).__name__, sampler.planned_law(sampler.param_groups[0])
-    if law is None:
-        return "The sampler's steps depend on the gradients, so relaxation and temperature are not planned."
-    return (
-        f"{name}'s law does not say how its position moves (StepLaw(move=…)), so relaxation and temperature are not "
-        "planned."
-    )

@@ -5,7 +5,7 @@ The controls of a run's steps are blocks of equal steps; in each, the sampler's 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -112,40 +112,25 @@ def _of_chain(
     groups = torch.tensor([group for _, group in classes])
     lrs = blocks.lrs[:, groups, chain]
     temperatures = blocks.temperatures[:, chain][:, None].expand_as(lrs)
-    rule = _rule(sampler, groups, lrs, temperatures)
-    if rule is None:
-        return None
+    rule: LinearRule | None = None
+    for index, options in enumerate(sampler.param_groups):
+        own = linear_rule(sampler, options, lrs, temperatures)
+        if own is None:
+            return None
+        mine = groups == index
+        rule = own if rule is None else own.mapped(lambda one, other, mine=mine: torch.where(mine, one, other), rule)
+    assert rule is not None
     weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
-    quiet = LinearRule(rule.move, rule.damping, rule.force, rule.variance * 0, rule.time_step, rule.scale)
+    quiet = replace(rule, variance=rule.variance * 0)
     start = torch.cat([torch.zeros_like(curvature), torch.ones_like(curvature)])
-    joined, twice = _joined(rule, quiet), curvature.repeat(2)
+    joined, twice = rule.mapped(lambda *pair: torch.cat(pair, 1), quiet), curvature.repeat(2)
     moments = stage_moments(joined, blocks.counts, blocks.is_sampling, twice, start, weights.repeat(1, 2))
     noise, decay = moments.anchored.chunk(2)
     times = rule.relaxation(curvature).clamp_min(0) * torch.tensor(blocks.counts)[:, None]
     first = blocks.is_sampling.index(True) if any(blocks.is_sampling) else len(blocks.counts)
-    later = LinearRule(rule.move, *(field[first:] for field in rule.tensors()))
+    later = rule.mapped(lambda tensor: tensor[first:])
     draws = draws_of_mean(later, blocks.counts[first:], curvature)
     return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling), draws
-
-
-def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor) -> LinearRule | None:
-    """Return the rule of all classes, whose parameter groups may have options of their own."""
-    joined: LinearRule | None = None
-    for index, group in enumerate(sampler.param_groups):
-        rule = linear_rule(sampler, group, lrs, temperatures)
-        if rule is None:
-            return None
-        joined = rule if joined is None else _chosen(groups == index, rule, joined)
-    return joined
-
-
-def _chosen(where: Tensor, one: LinearRule, other: LinearRule) -> LinearRule:
-    pairs = zip(one.tensors(), other.tensors(), strict=True)
-    return LinearRule(one.move, *(torch.where(where, a, b) for a, b in pairs))
-
-
-def _joined(one: LinearRule, other: LinearRule) -> LinearRule:
-    return LinearRule(one.move, *(torch.cat(pair, 1) for pair in zip(one.tensors(), other.tensors(), strict=True)))
 
 
 def _stretches(times: Tensor, is_hot: Tensor, is_sampling: Sequence[bool]) -> Tensor:
@@ -215,7 +200,7 @@ def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = 
     for first in range(1, steps + 1, size):
         count = min(size, steps - first + 1)
         now = controls(first + count // 2)
-        if found and _equal(found[-1], now):
+        if found and found[-1].is_sampling == now.is_sampling and all(map(torch.equal, found[-1][:2], now[:2])):
             counts[-1] += count
         else:
             counts.append(count)
@@ -225,14 +210,6 @@ def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = 
         torch.stack([block.lrs for block in found]).double(),
         torch.stack([block.temperatures for block in found]).double(),
         [block.is_sampling for block in found],
-    )
-
-
-def _equal(one: ChainControls, other: ChainControls) -> bool:
-    return (
-        one.is_sampling == other.is_sampling
-        and torch.equal(one.lrs, other.lrs)
-        and torch.equal(one.temperatures, other.temperatures)
     )
 
 
@@ -261,13 +238,8 @@ def linear_rule(sampler: Sampler, group: Mapping[str, Any], lr: Tensor, temperat
     )
     variance = torch.where(temperature > 0, variance, 0.0)
     move = "alone" if law.thermal is None or law.move is None else law.move
-    return LinearRule(move, damping, force, variance, time, _rescaling(sampler, lr, temperature))
-
-
-def _rescaling(sampler: Sampler, lr: Tensor, temperature: Tensor) -> Tensor:
-    """Return the factor of the momentum before each block."""
-    scale = torch.ones_like(lr)
+    scale = torch.ones_like(lr)  # of the momentum before each block
     if sampler.cold_momentum_is_over_lr and len(lr) > 1:
         still = (temperature[1:] == 0) & (temperature[:-1] == 0) & (lr[:-1] > 0)
         scale[1:] = torch.where(still, lr[1:] / lr[:-1].clamp_min(1e-300), 1.0)
-    return scale
+    return LinearRule(move, damping, force, variance, time, scale)

@@ -5,7 +5,7 @@ z = (θ, m). Its second moments follow M ← A·M·Aᵀ + s²·w·wᵀ, which is
 temperatures. A block of equal steps is a power of one matrix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +38,10 @@ class LinearRule:
     time_step: Tensor
     scale: Tensor
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors, in their order."""
-        return self.damping, self.force, self.variance, self.time_step, self.scale
+    def mapped(self, change: Callable[..., Tensor], *others: "LinearRule") -> "LinearRule":
+        """Return the rule whose tensors a function makes of those of this rule, and of others beside them."""
+        parts = ([r.damping, r.force, r.variance, r.time_step, r.scale] for r in (self, *others))
+        return LinearRule(self.move, *map(change, *parts))
 
     def step(self, curvature: Tensor) -> tuple[Tensor, Tensor]:
         """Return A, shape (B, H, 2, 2), and the noise's covariance, shape (B, H, 2, 2).
@@ -209,7 +210,7 @@ def _later_part(rule: LinearRule, block: int, count: int, ignored: float, curvat
     skipped = round(ignored * count)
     if skipped >= count:
         return torch.zeros_like(state)
-    one = LinearRule(rule.move, *(field[block : block + 1] for field in rule.tensors()))
+    one = rule.mapped(lambda tensor: tensor[block : block + 1])
     advanced, _ = _maps(one, [skipped], curvature)[0] if skipped else (torch.eye(SIZE, dtype=torch.float64), None)
     _, summed = _maps(one, [count - skipped], curvature)[0]
     later: Tensor = (summed @ (advanced @ state[..., None]))[..., 0]

@@ -33,6 +33,7 @@ from lightning_sgmcmc.predictions import (
     Prediction,
     RegressionPrediction,
 )
+from lightning_sgmcmc.predictions.mixture import tempered
 from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor
@@ -50,7 +51,7 @@ def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor,
         return None
     factors = decisions.factor_grid()
     probabilities, labels = likelihood.scored(prediction, target)
-    nll = [decisions.class_nll(decisions.tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
     return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
 
 
@@ -123,7 +124,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
                 "optimum (all predictions are right, or no better than chance): use more data."
             )
         before = decisions.class_nll(probabilities, labels)
-        after = decisions.class_nll(decisions.tempered(probabilities, value), labels)
+        after = decisions.class_nll(tempered(probabilities, value), labels)
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std

@@ -27,14 +27,7 @@ from lightning_sgmcmc.evaluation.passes import (
 )
 from lightning_sgmcmc.figures.logging import log_figure
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.singular.estimate import (
-    LearningCoefficientEstimate,
-    LocalFacts,
-    estimate_of,
-    few_relaxations,
-    mode_difference,
-    other_temperature,
-)
+from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate, estimate_of, notes_on
 from lightning_sgmcmc.tensors import exact, exact_device
 
 FIRST_ROOM = 256
@@ -133,21 +126,20 @@ class LearningCoefficient(SamplerCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        sampler, chains = self.run.sampler, self.run.chains
-        if self._kind != "step" or sampler.step_count == self._step:
-            return  # or an accumulated micro-batch, or a step that the loss scaler skipped
-        self._step = sampler.step_count
-        if chains.progress.stage is Stage.SAMPLING:
-            self._record(trainer, chains, sampler)
+        if self._kind == "step" and self._is_new() and self.run.chains.progress.stage is Stage.SAMPLING:
+            self._record(trainer)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
-        sampler, chains = self.run.sampler, self.run.chains
-        if self._kind == "step" or sampler.step_count == self._step:
-            return  # or a further drawing of the same states
-        self._step = sampler.step_count
-        self._record(trainer, chains, sampler)
+        if self._kind != "step" and self._is_new():
+            self._record(trainer)
 
-    def _record(self, trainer: pl.Trainer, chains: Chains, sampler: Sampler) -> None:
+    def _is_new(self) -> bool:
+        """Return whether a step was made since the last call: no accumulated or skipped one, or further drawing."""
+        before, self._step = self._step, self.run.sampler.step_count
+        return before != self._step
+
+    def _record(self, trainer: pl.Trainer) -> None:
+        chains, sampler = self.run.chains, self.run.sampler
         if not self._centers:
             self._begin(trainer, chains, sampler)
         if self._held is not None and not self._held.is_same(held_data(trainer)):
@@ -191,19 +183,19 @@ class LearningCoefficient(SamplerCallback):
         traces, center = self._gathered()
         if not self._recorded or traces is None or center is None:
             return
-        chains, last = module.chains, _temperature_of(sampler)
-        facts = LocalFacts(
-            nbeta=chains.observed.num_data / self._temperature,
-            gamma=gamma_of(chains, self._temperature),
-            num_data=chains.observed.num_data,
-            center_loss=float(center.mean()) / chains.observed.num_data,
-        )
-        notes = [other_temperature(self._temperature, last)]
-        notes.append(few_relaxations(None if module.plan is None else module.plan.relaxation_times))
-        if self._kind != "full" and differs_in_training(module):
-            notes.append(mode_difference())
+        chains = module.chains
+        differs = self._kind != "full" and differs_in_training(module)
+        times = None if module.plan is None else module.plan.relaxation_times
+        notes = notes_on(times, differs, (self._temperature, _temperature_of(sampler)))
         steps, epochs, sizes = torch.tensor(self._recorded).unbind(1)
-        self.result = estimate_of(traces / self._temperature, steps, epochs, sizes, self._kind, facts, notes)
+        count = chains.observed.num_data
+        facts: dict[str, Any] = {
+            "nbeta": count / self._temperature,
+            "gamma": gamma_of(chains, self._temperature),
+            "num_data": count,
+            "center_loss": float(center.mean()) / count,
+        }
+        self.result = estimate_of(traces / self._temperature, steps, epochs, sizes, self._kind, notes, **facts)
         self._publish(trainer, self.result)
 
     def _publish(self, trainer: pl.Trainer, result: LearningCoefficientEstimate) -> None:

@@ -123,15 +123,14 @@ def estimate_of(
     epochs: Tensor,
     sizes: Tensor,
     loss: str,
-    facts: "LocalFacts",
-    notes: Sequence[Finding | None] = (),
+    notes: Sequence[Finding],
+    **facts: Any,
 ) -> LearningCoefficientEstimate:
-    """Return the estimate from what a run recorded at each step or draw.
+    """Return the estimate from what a run recorded at each step or draw, and from known facts by their names.
 
     Args:
         traces: n·β·(L - L(w*)), shape (C, T).
         steps, epochs, sizes: the optimizer step, the epoch, and the number of data of the batch, shape (T,).
-        loss: "own", "full" or "step".
     """
     values = epoch_means(traces, epochs, sizes) if loss == "step" else widest(traces)
     found = chain_mean(values)
@@ -145,7 +144,7 @@ def estimate_of(
         of_chains=found.of_chains,
         rhat=found.rhat,
         ess=found.ess,
-        **vars(facts),
+        **facts,
         traces=widest(traces),
         steps=steps,
         loss=loss,
@@ -153,47 +152,30 @@ def estimate_of(
     )
 
 
-@dataclass(frozen=True)
-class LocalFacts:
-    """Numbers of a run around a centre, as in `LearningCoefficientEstimate`."""
-
-    nbeta: float
-    gamma: float | None
-    num_data: int
-    center_loss: float
-
-
-def few_relaxations(times: float | None) -> Finding | None:
-    """Return the note that the localisation's directions have not relaxed, by the plan's relaxation times, or None."""
-    if times is None or times >= 1:
-        return None
-    return Finding(
-        FindingKind.RELAXATION,
-        f"relaxation: the run covers {times:.2g} relaxation times of the directions in which only γ holds the chains",
-        remedy="use a larger gamma or lr, or more steps",
-        severity="note",
-    )
-
-
-def mode_difference() -> Finding:
-    """Return the note that a network's loss differs between training and evaluation mode."""
-    return Finding(
-        FindingKind.OTHER,
-        "other: dropout or BatchNorm makes the loss of a step another function than the loss in evaluation mode",
-        remedy="pass loss='full', or remove dropout and freeze BatchNorm (module.eval())",
-        severity="note",
-    )
-
-
-def other_temperature(first: float, last: float) -> Finding | None:
-    """Return the finding that the temperature has changed among the draws, or None."""
-    if math.isclose(first, last, rel_tol=1e-6):
-        return None
-    return Finding(
-        FindingKind.OTHER,
-        f"other: the temperature changed from {first:.4g} to {last:.4g}, so the draws have no one n·β",
-        remedy="use a schedule with one temperature",
-    )
+def notes_on(
+    relaxation_times: float | None, differs_in_training: bool, temperatures: tuple[float, float]
+) -> list[Finding]:
+    """Return the findings on a run's settings, by the planned relaxation times of the directions that only γ holds, and
+    the temperatures of the first and the last draw."""
+    found = []
+    if not math.isclose(*temperatures, rel_tol=1e-6):
+        first, last = temperatures
+        sentence = f"other: the temperature changed from {first:.4g} to {last:.4g}, so the draws have no one n·β"
+        found.append(Finding(FindingKind.OTHER, sentence, remedy="use a schedule with one temperature"))
+    if relaxation_times is not None and relaxation_times < 1:
+        sentence = (
+            f"relaxation: the run covers {relaxation_times:.2g} relaxation times of the directions in which only γ "
+            "holds the chains"
+        )
+        remedy = "use a larger gamma or lr, or more steps"
+        found.append(Finding(FindingKind.RELAXATION, sentence, remedy=remedy, severity="note"))
+    if differs_in_training:
+        sentence = (
+            "other: dropout or BatchNorm makes the loss of a step another function than the loss in evaluation mode"
+        )
+        remedy = "pass loss='full', or remove dropout and freeze BatchNorm (module.eval())"
+        found.append(Finding(FindingKind.OTHER, sentence, remedy=remedy, severity="note"))
+    return found
 
 
 # -- draws around a center ---------------------------------------------------------------------------------------------
@@ -329,9 +311,6 @@ def spikes(values: Tensor) -> Finding | None:
         side="above",
         remedy="use a smaller lr, and do not trust the mean of these draws",
     )
-
-
-# -- covariances ------------------------------------------------------------------------------------------------------
 
 
 class Covariance(NamedTuple):

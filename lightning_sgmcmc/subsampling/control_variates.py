@@ -165,21 +165,11 @@ def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = Non
     return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
 
 
-# -- callbacks ---------------------------------------------------------------------------------------------------------
-
-
 class SnapshotCallback(SamplerCallback):
     """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 
-    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with other data. It passes over all
-    data, and also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward
-    pass. Subclasses implement `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the
-    gradient of a whole batch.
-
-    Args:
-        start_epoch: first epoch, from 0, with a snapshot.
-        every_n_epochs: q.
-        gradients: whether gradients at θ_q are computed.
+    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with other data, by a pass over all
+    data. It also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward pass.
     """
 
     changes_chain = True
@@ -236,14 +226,10 @@ class SnapshotCallback(SamplerCallback):
         """Return whether the coming step needs no snapshot."""
         return False
 
-    def process_batch(self, log_likelihood: Tensor) -> None:
-        """Process one batch of the pass over all data.
+    def process_batch(self, snapshot: Snapshot, log_likelihood: Tensor) -> None:
+        """Process log p(y|x,θ_q), shape (C, n), of a batch of all data, with its graph if gradients are computed."""
 
-        Args:
-            log_likelihood: log p(y|x,θ_q) of each datum, shape (C, n), with its graph if gradients are computed.
-        """
-
-    def end_pass(self) -> None:
+    def end_pass(self, snapshot: Snapshot) -> None:
         """Combine the results of the pass over all data."""
 
     def _refresh(self, trainer: pl.Trainer) -> None:
@@ -251,17 +237,18 @@ class SnapshotCallback(SamplerCallback):
         module = self.run.module
         if self._snapshot is None:
             self._snapshot = Snapshot(self.run.chains, self.needs_gradients)
-        self._snapshot.take()
-        total = torch.zeros_like(self._snapshot.log_likelihood)
+        snapshot = self._snapshot
+        snapshot.take()
+        total = torch.zeros_like(snapshot.log_likelihood)
         with undisturbed_generators(module):
             reason, sampler = type(self).__name__, module.sampler
             for batch in pass_over_data(trainer, module.chains, sampler, reason, "snapshot", self.shuffles_pass):
-                each = self._at_snapshot(trainer, self._snapshot, batch)
+                each = self._at_snapshot(trainer, snapshot, batch)
                 total += exact(each.detach()).sum(1)
-                self.process_batch(each)
+                self.process_batch(snapshot, each)
         ranks = self.run.layout.ranks_per_chain
-        self._snapshot.log_likelihood.copy_(self.run.layout.mean_over_data(total) * ranks)
-        self.end_pass()
+        snapshot.log_likelihood.copy_(self.run.layout.mean_over_data(total) * ranks)
+        self.end_pass(snapshot)
         if self.needs_gradients:
             self.run.chains.counters.gradient_evaluations += self.run.chains.observed.num_data
 
@@ -338,11 +325,8 @@ class SnapshotCallback(SamplerCallback):
             self._snapshot.clear()
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
-        """Process the gradient of a whole batch: the parameters hold it, times `batch_share`.
-
-        Args:
-            snapshot: the snapshot, with the summed gradients of the batch's micro-batches there.
-        """
+        """Process the gradient of a whole batch: the parameters hold it, times `batch_share`, and the snapshot the sum
+        of its micro-batches' there."""
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
@@ -410,13 +394,11 @@ class ControlVariates(SnapshotCallback):
     def memory(self, sizes: ChainSizes) -> int:
         return super().memory(sizes) + 2 * sizes.parameters  # the gradients of a batch and of all data
 
-    def process_batch(self, log_likelihood: Tensor) -> None:
-        assert self._snapshot is not None
-        self._snapshot.add_gradients(log_likelihood, self.run.chains.observed.num_data)
+    def process_batch(self, snapshot: Snapshot, log_likelihood: Tensor) -> None:
+        snapshot.add_gradients(log_likelihood, self.run.chains.observed.num_data)
 
-    def end_pass(self) -> None:
-        assert self._snapshot is not None
-        self._snapshot.keep_full()
+    def end_pass(self, snapshot: Snapshot) -> None:
+        snapshot.keep_full()
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
         assert snapshot.full is not None

@@ -1,6 +1,6 @@
 """The covariance of mini-batch gradients along a chain, and the friction that cancels its heating."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import pytorch_lightning as pl
@@ -81,19 +81,14 @@ def extra_friction(moments: GradientMoments, step: Control, temperature: Control
     return covariance * factor
 
 
-# -- covariance friction -----------------------------------------------------------------------------------------------
-
-
 FrictionForm: TypeAlias = Literal["diagonal", "matrix"]
 
 
 class MovingCovariance:
     """The covariance C of mini-batch gradients ñ, or its diagonal, calibrated on a pass over all batches at a place ω.
 
-    Afterwards each batch of a step replaces its gradient at ω by its present one, with weight w = 1/batches of an
-    epoch. From the second epoch after a calibration on, earlier replacements decay with the same weight.
-
-    Source: Li et al. 2021 (EWSG), Algorithm 2.
+    Afterwards each batch replaces its gradient at ω by its present one, with weight w = 1/batches of an epoch; see
+    `CovarianceFriction`.
     """
 
     def __init__(self, form: FrictionForm) -> None:
@@ -151,15 +146,13 @@ class MovingCovariance:
             self.current = self._moments.covariance()
 
     def replace(self, present: Tensor, reference: Tensor) -> None:
-        """Replace a batch's gradient at ω by its present one, both of shape (C, d) and overwritten, the present one
-        with the prior's part. Chains whose gradient is not finite keep the one at ω, since their step may be
-        skipped.
-        """
+        """Replace a batch's gradient at ω by its present one, with the prior's part, both of shape (C, d) and
+        overwritten."""
         if self._moments is None:
             return
         present.sub_(self._origin).sub_(self._prior)
         reference.sub_(self._origin)
-        finite = present.isfinite().all(1, keepdim=True)
+        finite = present.isfinite().all(1, keepdim=True)  # a chain's other step may be skipped
         if self._calibrated is not None and self._seen * self._weight > 1 - self._weight / 2:  # a whole epoch
             for moment, calibrated in zip(self._moments, self._calibrated, strict=True):
                 moment.lerp_(calibrated, self._weight)
@@ -201,9 +194,10 @@ class MovingCovariance:
         self._weight, self._seen = state["weight"], state["seen"]
 
 
-def friction_factor(step: Control, temperature: Control, multiplier: Control) -> Control:
-    """Return h·κ²/(2τ), a number or of shape (C, 1); 0 for chains at temperature 0."""
-    step, temperature, multiplier = (_column(control) for control in (step, temperature, multiplier))
+def friction_factor(group: Mapping[str, Any]) -> Control:
+    """Return h·κ²/(2τ) of a parameter group, a number or of shape (C, 1); 0 for chains at temperature 0."""
+    controls = ("lr", "temperature", "gradient_multiplier")
+    step, temperature, multiplier = (_column(group[name]) for name in controls)
     factor = step * multiplier * multiplier / (2 * temperature)
     if isinstance(temperature, Tensor):
         factor = torch.where(temperature > 0, factor, 0.0)
@@ -334,19 +328,17 @@ class CovarianceFriction(SnapshotCallback):
                 "CovarianceFriction supports one friction γ, but the sampler has several parameter groups: give the "
                 "sampler one group"
             )
-        self._check_size(sum(p.numel() for p in sampler.param_groups[0]["params"]) // chains.num_chains)
-        super().begin(run, saved)
-        if saved is not None:
-            own, device = run.layout.own, run.module.device
-            self.covariance.load_state_dict(saved, lambda rows: own(rows).to(device, copy=True))
-        sampler.extra_drag = self._drag
-
-    def _check_size(self, parameters: int) -> None:
+        parameters = sum(p.numel() for p in sampler.param_groups[0]["params"]) // chains.num_chains
         if self.form == "matrix" and parameters > LARGEST_MATRIX:
             raise ValueError(
                 f"form='matrix' needs matrices of {parameters:,} by {parameters:,} numbers, one row for each "
                 f"parameter, and the limit is {LARGEST_MATRIX:,} rows: use form='diagonal'"
             )
+        super().begin(run, saved)
+        if saved is not None:
+            own, device = run.layout.own, run.module.device
+            self.covariance.load_state_dict(saved, lambda rows: own(rows).to(device, copy=True))
+        sampler.extra_drag = self._drag
 
     def memory(self, sizes: ChainSizes) -> int:
         second = sizes.parameters * (sizes.numel if self.form == "matrix" else 1)
@@ -372,9 +364,8 @@ class CovarianceFriction(SnapshotCallback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.covariance.begin_step()
 
-    def process_batch(self, log_likelihood: Tensor) -> None:
-        snapshot, run = self._snapshot, self.run
-        assert snapshot is not None
+    def process_batch(self, snapshot: Snapshot, log_likelihood: Tensor) -> None:
+        run = self.run
         snapshot.add_gradients(log_likelihood, log_likelihood.shape[1])
         # With EWSG a step has several batches.
         if snapshot.count == run.trainer.accumulate_grad_batches // run.chains.accumulation.candidates:
@@ -390,9 +381,7 @@ class CovarianceFriction(SnapshotCallback):
         chains = self.run.chains
         return rows_of(snapshot.sums, chains.num_chains).mul_(chains.observed.num_data / snapshot.count)
 
-    def end_pass(self) -> None:
-        snapshot = self._snapshot
-        assert snapshot is not None
+    def end_pass(self, snapshot: Snapshot) -> None:
         if snapshot.count:
             self._add_batch(snapshot)
         snapshot.add_gradients(snapshot.log_prior(), 1)
@@ -421,7 +410,7 @@ class CovarianceFriction(SnapshotCallback):
         held = {id(p): r for p, r in zip((p for p in group["params"] if p.grad is not None), momenta, strict=True)}
         own = list(snapshot.parameters.values())
         rows = rows_of([held[id(p)] if id(p) in held else torch.zeros_like(p) for p in own], run.chains.num_chains)
-        rows = friction_force(self.covariance.current, rows, _factor(group), group["lr"], group["friction"])
+        rows = friction_force(self.covariance.current, rows, friction_factor(group), group["lr"], group["friction"])
         pieces = rows.split([p.numel() // len(rows) for p in own], 1)
         drags = {id(p): piece.reshape(p.shape) for p, piece in zip(own, pieces, strict=True)}
         return [drags[identity] for identity in held]
@@ -434,7 +423,7 @@ class CovarianceFriction(SnapshotCallback):
             return
         log_cost(trainer, run.chains)
         if self.covariance.is_known and not self.is_idle():
-            extra = (self.covariance.diagonal() * _factor(self._group)).mean().item()
+            extra = (self.covariance.diagonal() * friction_factor(self._group)).mean().item()
             log_scalars(trainer, {"sampler/extra_friction": extra}, trainer.global_step)
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
@@ -446,8 +435,3 @@ class CovarianceFriction(SnapshotCallback):
 
     def state(self) -> dict[str, Any]:
         return super().state() | ({} if self._run is None else self.covariance.state_dict(self.run.layout.gather))
-
-
-def _factor(group: dict[str, Any]) -> float | Tensor:
-    """Return h·κ²/(2τ) for a parameter group."""
-    return friction_factor(group["lr"], group["temperature"], group["gradient_multiplier"])

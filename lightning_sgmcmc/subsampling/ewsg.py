@@ -272,17 +272,14 @@ class EWSG(StepClaimant):
     def _log_weights(self, candidates: Tensor) -> Tensor:
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
         groups = self.run.sampler.param_groups
-        if len(groups) == 1:
-            return self._log_weights_of(groups[0], candidates)
         sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
-        parts = zip(groups, candidates.split(sizes, -1), strict=True)
-        return functools.reduce(torch.add, (self._log_weights_of(group, part) for group, part in parts))
-
-    def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
-        law = self.run.sampler.law(group)
-        assert law is not None
-        momentum = self._flat_momentum(group, len(gradients)) if self.guess in ("unchanged", "stopped") else None
-        return index_log_weights(gradients, momentum, law, self.guess)
+        found = []
+        for group, part in zip(groups, candidates.split(sizes, -1), strict=True):
+            law = self.run.sampler.law(group)
+            assert law is not None
+            momentum = self._flat_momentum(group, len(part)) if self.guess in ("unchanged", "stopped") else None
+            found.append(index_log_weights(part, momentum, law, self.guess))
+        return functools.reduce(torch.add, found)
 
     def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
         momenta = self.run.sampler.momenta(group)
@@ -294,10 +291,7 @@ class EWSG(StepClaimant):
         return self._momentum
 
     def _log_uniforms(self, step: int) -> Tensor:
-        """Return logarithms of uniform numbers for the next step, given the steps made so far, shape (C, M).
-
-        They depend only on (seed, chain, step), so they are the same on all ranks of a chain.
-        """
+        """Return logarithms of uniform numbers for a step, functions of (seed, chain, step) alone, shape (C, M)."""
         block, place = divmod(step, STEPS_DRAWN)
         if self._chances is None or self._chances[0] != block:
             rows = []

@@ -180,7 +180,7 @@ class ReplicaExchange(StepClaimant):
         self.reset()
 
     def reset(self) -> None:
-        self._order: Tensor | None = None
+        self._order = torch.empty(0, len(self.temperatures), dtype=torch.int64)
         """Global index of the chain in each slot, shape (ladders, R)."""
         self._attempts = 0
         self._variance: Tensor | None = None
@@ -190,7 +190,7 @@ class ReplicaExchange(StepClaimant):
         """The numbers of a block of attempts, and the block."""
         self._tried: list[Tensor] = []
         """The pairs of even and of odd attempts."""
-        self._tally: Tensor | None = None
+        self._tally = torch.empty(0)
         """Attempts and swaps of each pair since the last log, shape (2, R-1)."""
         self._base: list[tuple[Control, Control]] = []
         self._hook: Any = None
@@ -202,7 +202,6 @@ class ReplicaExchange(StepClaimant):
                 f"ReplicaExchange has a ladder of {slots} temperatures, but the run has {chains} chains: pass "
                 f"num_chains={slots}, or a multiple of it"
             )
-        self._warn_of_other_laws()
         for name in ("temperature", "lr"):
             if isinstance(getattr(module, name), tuple | list):
                 raise ValueError(
@@ -211,9 +210,6 @@ class ReplicaExchange(StepClaimant):
                 )
         if target_of(trainer, module) == 0:
             raise ValueError("ReplicaExchange needs a temperature above 0: at 0 all slots are the same")
-
-    def _warn_of_other_laws(self) -> None:
-        """Warn if the samples are not all of the run's temperature."""
         sampled = self.temperatures[: self.sampled_slots]
         if sampled != (1.0,):
             rank_zero_warn(
@@ -272,7 +268,6 @@ class ReplicaExchange(StepClaimant):
 
     def _own_slots(self) -> Tensor:
         """Return the slot of each of this process's chains, shape (C,)."""
-        assert self._order is not None
         slots = torch.arange(self._order.shape[1], device=self._order.device).expand_as(self._order)
         of_chain = torch.empty_like(slots.flatten()).scatter_(0, self._order.flatten(), slots.flatten())
         return self.run.chains.layout.own(of_chain)
@@ -283,8 +278,6 @@ class ReplicaExchange(StepClaimant):
 
     def _exchange(self, temperature: Control) -> None:
         """Swap chains between neighbouring slots; all processes draw the same numbers, without synchronization."""
-        assert self._order is not None
-        assert self._tally is not None
         layout, observed = self.run.chains.layout, self.run.chains.observed
         energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
@@ -317,7 +310,6 @@ class ReplicaExchange(StepClaimant):
         """Return σ̂² for the pairs of slots, shape (ladders, R-1), or the given number."""
         if self.noise_variance is not None:
             return self.noise_variance
-        assert self._order is not None
         module, observed = self.run.module, self.run.chains.observed
         each = observed.log_likelihood
         assert each is not None
@@ -352,7 +344,6 @@ class ReplicaExchange(StepClaimant):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._tally is not None
         if not is_logged(trainer, self.run.chains, self.run.sampler.step_count):
             return
         tried, accepted = self._tally.tolist()
@@ -368,7 +359,6 @@ class ReplicaExchange(StepClaimant):
 
     def _name_chains(self) -> None:
         """Label each chain with its slot, when samples are drawn."""
-        assert self._order is not None
         slots = self._order.shape[1]
         labels = [0] * self._order.numel()
         for ladder, row in enumerate(self._order.tolist()):
@@ -386,7 +376,7 @@ class ReplicaExchange(StepClaimant):
     def state(self) -> dict[str, Any]:
         return {
             "attempts": self._attempts,
-            "order": None if self._order is None else self._order.cpu(),
-            "tally": None if self._tally is None else self._tally.cpu(),
+            "order": self._order.cpu(),
+            "tally": self._tally.cpu(),
             "variance": None if self._variance is None else self._variance.cpu(),
         }

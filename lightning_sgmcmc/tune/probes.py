@@ -44,12 +44,9 @@ class Trial:
 
 @dataclass
 class Training:
-    """Trials of optimization, and the state that they led to.
+    """Trials of optimization, and the warmed-up state that they led to, with the lowest Ũ.
 
-    Attributes:
-        setting, given: the module's lr, and the largest number in it.
-        state, energy: the warmed-up state and its Ũ, the lowest that was found.
-        lr: the step size that lowers the energy of the start most in some steps.
+    `setting` is the module's lr, `given` the largest number in it, and `lr` what lowers the start's energy most.
     """
 
     runs: ShortRuns
@@ -87,8 +84,7 @@ class Training:
         short.steps, short.epochs, short.early_stopping = max(1, min(steps, given.steps or steps)), None, None
         short.reset()
         last = STILL if self.runs.is_microcanonical else COLD  # a hot step would leave the optimum
-        found = self.runs.try_fit(optimization(1, controls=last), short.steps + 1, short)
-        energy = math.inf if found is None else tail_mean(found.of()[1:])
+        energy = tail_mean(self.runs.try_fit(optimization(1, controls=last), short.steps + 1, short)[1:])
         if energy < self.start_energy:
             self._start, self.start_energy = self.runs.state(), energy
             self.is_warm = True
@@ -104,14 +100,14 @@ class Training:
             return self._trials[lr]
         self.runs.set_state(self._start)
         self.set_lr(lr)
-        found = self.runs.try_fit(optimization(TRIAL_STEPS, controls=self.runs.training_controls), TRIAL_STEPS)
-        energies = None if found is None else found.of()
-        energy = math.inf if energies is None else tail_mean(energies)
-        error = 0.0
-        if energies is not None and math.isfinite(energy):
+        energies = self.runs.try_fit(optimization(TRIAL_STEPS, controls=self.runs.training_controls), TRIAL_STEPS)
+        energy, error = tail_mean(energies), 0.0
+        if math.isfinite(energy):
             last = energies[-max(2, len(energies) // 3) :].mean(1)
             error = float(last.std()) / math.sqrt(len(last))
-            self._record(found, lr)
+            means, width = energies.mean(1).tolist(), max(1, len(energies) // 5)
+            for end in range(width, len(means) + 1, width):
+                self._curve.append((lr * (end - width / 2), sum(means[end - width : end]) / width))
         self._trials[lr] = Trial(lr, energy, error, self.runs.state())
         return self._trials[lr]
 
@@ -119,12 +115,6 @@ class Training:
         """Return whether optimization at the full lr from the run's start does not raise its energy."""
         found = self.trial(lr)
         return found.energy - 2 * found.error <= self.start_energy + 2 * self.start_error
-
-    def _record(self, found: Energies | None, lr: float, factor: float = 1.0) -> None:
-        energies = found.of().mean(1).tolist() if found is not None else []
-        width = max(1, len(energies) // 5)
-        for end in range(width, len(energies) + 1, width):
-            self._curve.append((lr * factor * (end - width / 2), sum(energies[end - width : end]) / width))
 
     def _best_trial(self) -> Trial:
         """Raise or lower the step size until the best one is between two worse ones."""
@@ -162,8 +152,7 @@ class Training:
         for _ in range(3 if steps > 0 else 0):
             self.runs.set_state(self.state)
             self.set_lr(lr * factor)
-            found = self.runs.try_fit(optimization(steps, True, self.runs.training_controls), steps)
-            energy = math.inf if found is None else tail_mean(found.of())
+            energy = tail_mean(self.runs.try_fit(optimization(steps, True, self.runs.training_controls), steps))
             if energy < self.energy:
                 reached = min(TRIAL_STEPS * lr, max((time for time, _ in self._curve), default=0.0))
                 self._curve.append((reached + lr * factor * steps / 2, energy))
@@ -179,9 +168,6 @@ class Training:
             return 0.0
         enough = self.energy + LEARNED * gain
         return min((time for time, energy in self._curve if energy <= enough), default=0.0)
-
-
-# -- probes ------------------------------------------------------------------------------------------------------------
 
 
 STILL_STEPS = 150
@@ -272,8 +258,14 @@ class Prober:
         report = self.runs.module.health
         assert report is not None
         total = report.total or Temperatures()
-        heat = self._heat(report, total) if self.runs.acceptance is None else self._rejections()
-        limit, reason = self._exploration(found) or heat or self._chance(report) or (None, "")
+        rate, heat = self.runs.acceptance, None
+        if rate is None:
+            heat = self._heat(report, total)
+        elif rate < OFTEN_ACCEPTED:  # the test makes the law exact at any heat of the steps
+            wanted = f"acceptance: {rate:.2g} of the trajectories, wanted {OFTEN_ACCEPTED:g}"
+            heat = Limit.ACCEPTANCE, wanted
+        at_chance = [(Limit.CHANCE, f.sentence) for f in report.findings if f.kind is FindingKind.AT_CHANCE]
+        limit, reason = self._exploration(found) or heat or next(iter(at_chance), (None, ""))
         share = max(report.gradient_noise_share.values(), default=None)
         nll, density = self._validation()
         if self.form.is_steady:
@@ -281,14 +273,7 @@ class Prober:
         energies = found.of(Stage.SAMPLING)
         energy = float(energies.mean()) if len(energies) else None
         probe = Probe(lr, total.kinetic, total.configurational, share, energy, nll, limit, reason, density)
-        return replace(probe, acceptance=self.runs.acceptance)
-
-    def _rejections(self) -> tuple[Limit, str] | None:
-        """Return whether the run's test, which makes the law exact at any heat of the steps, rejects too many."""
-        rate = self.runs.acceptance
-        if rate is None or rate >= OFTEN_ACCEPTED:
-            return None
-        return Limit.ACCEPTANCE, f"acceptance: {rate:.2g} of the trajectories, wanted {OFTEN_ACCEPTED:g}"
+        return replace(probe, acceptance=rate)
 
     def _validation(self) -> tuple[float | None, Tensor | None]:
         evaluation = self.runs.module.evaluations.get("val")
@@ -356,8 +341,3 @@ class Prober:
                 reason = f"energy: {energy.mean:.6g} is above the expected {highest:.6g}"
                 return Limit.DISCRETIZATION, reason
         return None
-
-    def _chance(self, report: HealthReport) -> tuple[Limit, str] | None:
-        """Return whether the model is at chance."""
-        chance = next((f for f in report.findings if f.kind is FindingKind.AT_CHANCE), None)
-        return None if chance is None else (Limit.CHANCE, chance.sentence)

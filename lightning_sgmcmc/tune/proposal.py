@@ -23,32 +23,37 @@ LEAST_LOSS = 0.002
 
 
 class Limit(str, Enum):
-    """What bounds the proposed step."""
+    """What bounds the proposed step; `sentence` says it."""
 
-    EXPLORATION = "exploration"
-    GRADIENT_NOISE = "gradient noise"
-    DISCRETIZATION = "discretization"
-    CHANCE = "at chance"
-    VALIDATION = "validation"
-    ENERGY_ERROR = "energy error"
-    ACCEPTANCE = "acceptance"
-    TRIED = "largest tried"
+    _value_: str
+    sentence: str
+
+    EXPLORATION = "exploration", "Exploration at a larger lr does not train: it diverges, or undoes what was learned."
+    GRADIENT_NOISE = (
+        "gradient noise",
+        "At a larger lr the mini-batch noise heats the chain: more data per batch allow one.",
+    )
+    DISCRETIZATION = "discretization", "At a larger lr the discretization heats the chain."
+    CHANCE = "at chance", "At a larger lr the model does no better than chance."
+    VALIDATION = "validation", "A larger lr is healthy, but its average predicts the validation data worse."
+    ENERGY_ERROR = (
+        "energy error",
+        "At a larger lr the energy errors of MCLMC's steps have more than the wanted variance.",
+    )
+    ACCEPTANCE = (
+        "acceptance",
+        "At a larger lr MetropolisTest rejects too many trajectories: larger batches, or fewer steps in a trajectory, "
+        "allow one.",
+    )
+    TRIED = "largest tried", "It is the largest lr tried: a larger one may be healthy too (more probes find out)."
+
+    def __new__(cls, value: str, sentence: str) -> "Limit":
+        member = str.__new__(cls, value)
+        member._value_, member.sentence = value, sentence
+        return member
 
     def __str__(self) -> str:
         return self.value
-
-
-SENTENCES = {
-    Limit.EXPLORATION: "Exploration at a larger lr does not train: it diverges, or undoes what was learned.",
-    Limit.GRADIENT_NOISE: "At a larger lr the mini-batch noise heats the chain: more data per batch allow one.",
-    Limit.DISCRETIZATION: "At a larger lr the discretization heats the chain.",
-    Limit.CHANCE: "At a larger lr the model does no better than chance.",
-    Limit.VALIDATION: "A larger lr is healthy, but its average predicts the validation data worse.",
-    Limit.ENERGY_ERROR: "At a larger lr the energy errors of MCLMC's steps have more than the wanted variance.",
-    Limit.ACCEPTANCE: "At a larger lr MetropolisTest rejects too many trajectories: larger batches, or fewer steps "
-    "in a trajectory, allow one.",
-    Limit.TRIED: "It is the largest lr tried: a larger one may be healthy too (more probes find out).",
-}
 
 
 @dataclass(frozen=True)
@@ -200,10 +205,9 @@ def repeat_longer(
 ) -> list[Probe]:
     """Return the probes, with longer ones where validation data would choose a step below another healthy one.
 
-    Short runs favour small steps, which leave the chain at the optimum where it began: a large one needs longer to
-    reach as good a place, and then may well be as good. The longer probes are those of the chosen step, and of healthy
-    steps above it, the largest first, until one is not worse, and one between that and the next. Healthy probes without
-    a longer one are left out then.
+    Short runs favour small steps, which leave the chain at the optimum where it began. The longer probes are of the
+    chosen step, of healthy steps above it, the largest first, until one is not worse, and of one between that and the
+    next. Healthy probes without a longer one are left out then.
     """
     lr, limit, *_ = choose(probes, least, fallback)
     if limit is not Limit.VALIDATION:
@@ -225,11 +229,8 @@ def repeat_longer(
 def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[float, Limit, bool, str]:
     """Return the proposed step size, what binds, whether it is healthy, and a sentence.
 
-    Among the healthy steps below the smallest unhealthy one it is the largest whose average predicts the validation
-    data as well as the best; without such data the largest.
-
-    Args:
-        least: the smallest step size that trains within the run; smaller ones are chosen only if there is no other.
+    Among the healthy steps below the smallest unhealthy one, of those from `least` on if there are any, it is the
+    largest whose average predicts the validation data as well as the best; without such data the largest.
     """
     below = _below_limit(probes)
     if not below:
@@ -238,10 +239,10 @@ def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[floa
     best = min(candidates, key=lambda p: math.inf if p.nll is None else p.nll)
     found = max((p for p in candidates if not p.is_worse(best)), key=lambda p: p.lr)
     if any(p.lr > found.lr for p in below):
-        return found.lr, Limit.VALIDATION, True, SENTENCES[Limit.VALIDATION]
+        return found.lr, Limit.VALIDATION, True, Limit.VALIDATION.sentence
     above = min((p for p in probes if not p.healthy and p.lr > found.lr), key=lambda p: p.lr, default=None)
     limit = Limit.TRIED if above is None or above.limit is None else above.limit
-    return found.lr, limit, True, SENTENCES[limit]
+    return found.lr, limit, True, limit.sentence
 
 
 def _least_bad(probes: Sequence[Probe], fallback: float) -> tuple[float, Limit, bool, str]:

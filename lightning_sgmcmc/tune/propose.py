@@ -1,8 +1,7 @@
 """`propose_lr`: the setting of lr for a run."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
-from lightning_sgmcmc.chains.callback import sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel, values_of
 from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
@@ -24,7 +22,6 @@ from lightning_sgmcmc.seeding import TorchStates, unchanged_generators
 from lightning_sgmcmc.tensors import exact
 from lightning_sgmcmc.tune.probes import Prober, Training
 from lightning_sgmcmc.tune.proposal import (
-    SENTENCES,
     Limit,
     Probe,
     StepProposal,
@@ -34,7 +31,7 @@ from lightning_sgmcmc.tune.proposal import (
     search,
     tail_mean,
 )
-from lightning_sgmcmc.tune.runs import HOT, Energies, FixedControls, RunForm, ShortRuns, State
+from lightning_sgmcmc.tune.runs import HOT, Energies, FixedControls, HotMomenta, RunForm, ShortRuns, State
 
 MIN_STEPS = 100
 """The fewest steps of a probe."""
@@ -108,7 +105,18 @@ def propose_lr(
             run of which no probe could begin.
         TypeError: if the module is not a `BayesianModule`.
     """
-    _check_arguments(module, steps, burn_in_steps, tolerance, max_probes)
+    if not isinstance(module, BayesianModule):
+        raise TypeError(
+            f"propose_lr works with a BayesianModule, got {type(module).__name__}: derive the module from "
+            "lightning_sgmcmc.BayesianModule"
+        )
+    check_count("steps", steps, least=MIN_STEPS)
+    check_count("burn_in_steps", burn_in_steps, least=0)
+    check_positive("tolerance", tolerance)
+    check_count("max_probes", max_probes, optional=False)
+    numbers = [number for number in values_of(module.lr) if number is not None]
+    if any(number == 0 for number in numbers):
+        raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
     data: dict[str, Any] = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
     if val_dataloaders is not None:
         data["val_dataloaders"] = val_dataloaders
@@ -131,15 +139,23 @@ def propose_lr(
             raise ValueError(NO_COLD_LIMIT.format(type(module.sampler).__name__))
         training.warm_up(length if burn_in_steps is None else burn_in_steps)
         rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
+        friction = None
         if runs.is_microcanonical:
             probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
             lr, friction, is_healthy, reason = choose_by_energy(probes)
-            return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
-        return _by_health(Prober(runs, training, form, length, tolerance), setting, max_probes)
+            limit = Limit.ENERGY_ERROR
+        else:
+            probes, (lr, limit, is_healthy, reason) = _by_health(
+                Prober(runs, training, form, length, tolerance), max_probes
+            )
+        setting = scaled(setting, lr / max(values_of(setting)))
+        ordered = tuple(sorted(probes, key=lambda probe: probe.lr))
+        made, whole = runs.steps_made, runs.length.steps
+        return StepProposal(lr, setting, limit, is_healthy, reason, ordered, made, whole, friction)
 
 
-def _by_health(prober: Prober, setting: Any, max_probes: int) -> StepProposal:
-    """Return the proposal of a sampler that heats, from probes of its health."""
+def _by_health(prober: Prober, max_probes: int) -> tuple[list[Probe], tuple[float, Limit, bool, str]]:
+    """Return probes of a sampler that heats, and the choice among them by their health."""
     runs, training, form = prober.runs, prober.training, prober.form
     least = training.time / form.lead if form.lead > 1 else 0.0
     first = _heat(prober, least, max_probes) if runs.is_tested else training.lr
@@ -150,41 +166,7 @@ def _by_health(prober: Prober, setting: Any, max_probes: int) -> StepProposal:
     smallest = min(probes, key=lambda probe: probe.lr)
     if smallest.refusal and not any(probe.healthy for probe in probes):  # then the reason is not the step
         raise ValueError(f"no short run could begin: {smallest.refusal}")
-    lr, limit, is_healthy, reason = choose(probes, least, training.lr)
-    return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
-
-
-def _proposal(
-    runs: ShortRuns,
-    setting: Any,
-    lr: float,
-    limit: Limit,
-    is_healthy: bool,
-    reason: str,
-    probes: Sequence[Probe],
-    friction: float | None = None,
-) -> StepProposal:
-    """Return the proposal, with the module's setting in proportion."""
-    setting = scaled(setting, lr / max(values_of(setting)))
-    ordered = tuple(sorted(probes, key=lambda p: p.lr))
-    return StepProposal(lr, setting, limit, is_healthy, reason, ordered, runs.steps_made, runs.length.steps, friction)
-
-
-def _check_arguments(
-    module: Any, steps: int | None, burn_in_steps: int | None, tolerance: float, max_probes: int
-) -> None:
-    if not isinstance(module, BayesianModule):
-        raise TypeError(
-            f"propose_lr works with a BayesianModule, got {type(module).__name__}: derive the module from "
-            "lightning_sgmcmc.BayesianModule"
-        )
-    check_count("steps", steps, least=MIN_STEPS)
-    check_count("burn_in_steps", burn_in_steps, least=0)
-    check_positive("tolerance", tolerance)
-    check_count("max_probes", max_probes, optional=False)
-    numbers = [number for number in values_of(module.lr) if number is not None]
-    if any(number == 0 for number in numbers):
-        raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
+    return probes, choose(probes, least, training.lr)
 
 
 def _heat(prober: Prober, least: float, max_probes: int) -> float:
@@ -247,17 +229,13 @@ class EnergyErrors(SamplerCallback):
         self._sums: list[Tensor] = []
         self._squares: list[Tensor] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = sampling_module(pl_module, self)
-        module.sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._batches.append((batch, TorchStates([pl_module.device])))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        module = sampling_module(pl_module, self)
+        module = self.run.module
         self._step = module.sampler.step_count
         self._begun = None
         if module.chains.progress.stage is Stage.SAMPLING:
@@ -265,7 +243,7 @@ class EnergyErrors(SamplerCallback):
             self._begun = gains[0] - gains[1] - self._reduced(module, module.chains.observed.mean_potential)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        module = sampling_module(pl_module, self)
+        module = self.run.module
         if module.sampler.step_count == self._step:
             return  # an accumulated micro-batch
         batches, self._batches = self._batches, []
@@ -303,7 +281,9 @@ class EnergyErrors(SamplerCallback):
         chains, params, potentials = module.chains, self._parameters(module), []
         assert chains.energies is not None
         for batch, states in batches:
-            with torch.enable_grad(), trainer.precision_plugin.train_step_context(), _generators(states, module.device):
+            precision = trainer.precision_plugin.train_step_context()
+            with torch.enable_grad(), precision, unchanged_generators([module.device]):
+                states.restore()
                 found = chains.energies(batch, through_stack=True, seed_chain=chains.claims.get("seed chain"))
             potentials.append(found.mean_potential.reshape(-1))
         potential = torch.stack(potentials).mean(0)
@@ -328,9 +308,9 @@ class EnergyErrors(SamplerCallback):
         return found if math.isfinite(found) else math.inf
 
     def friction(self, sampler: MCLMC) -> float:
-        """Return √(τ/s²), with s² the mean variance of the coordinates over the measured steps, scaled as the momenta.
+        """Return √(τ/s²), at which the momentum forgets its direction over √d·s.
 
-        The momentum then forgets its direction over a length of √d·s.
+        s² is the mean variance of the coordinates over the measured steps, scaled as the momenta.
         """
         steps, total, count, place = len(self._errors), 0.0, 0, 0
         for group in sampler.param_groups:
@@ -343,19 +323,11 @@ class EnergyErrors(SamplerCallback):
         return math.sqrt(float(temperature) * count / max(total, 1e-300))
 
 
-@contextmanager
-def _generators(states: TorchStates, device: torch.device) -> Iterator[None]:
-    """Within the context torch's default generators begin from these states."""
-    with unchanged_generators([device]):
-        states.restore()
-        yield
-
-
 @dataclass
 class EnergyProber(Prober):
     """Makes probes of MCLMC, each from the end of the last, and judges them by their energy errors.
 
-    Callbacks that change the gradient, and clipping, take no part, since their steps conserve no energy.
+    Callbacks that change the gradient, and clipping, take no part: such steps conserve no energy.
     """
 
     _state: State = field(default_factory=list)
@@ -377,14 +349,14 @@ class EnergyProber(Prober):
         return replace(probe, limit=limit, reason=reason, energy_variance=variance, friction=friction)
 
     def _first_steps(self) -> list[StepControls]:
-        """Return those of steps at the full lr, as many as the run's own burn-in but at most three probes' lengths.
-
-        The scale of a full gradient shows only while the chain moves, and MCLMC cannot heat on the way.
-        """
+        """Return those of a burn-in of at most three probes' lengths at the full lr: the scale of a full gradient shows
+        only while the chain moves, and MCLMC cannot heat on the way."""
         return [HOT] * min(round(self.form.lead), LONGEST * self.steps) if self.runs.has_preconditioner else []
 
     def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
-        return self.runs.fit(schedule, steps, BayesianModelAverage(), health, self._errors, clips=False)
+        # Momenta of zero would all begin along the gradient, and oscillate.
+        callbacks = [BayesianModelAverage(), health, HotMomenta(), self._errors]
+        return self.runs.fit(schedule, steps, *callbacks, clips=False)
 
 
 def corrected(probe: Probe) -> float:
@@ -410,17 +382,14 @@ def _near(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool, str]:
-    """Return the proposed step size and friction, whether they are healthy, and a sentence.
-
-    The step size is the mean of the corrected ones of the probes near the wanted variance, or else that of the last
-    probe, so the probes are in the order in which they were made; the friction is that of the same probes.
-    """
+    """Return the mean corrected step size and friction of the probes near the wanted variance, else of the last one
+    made, whether they are healthy, and a sentence."""
     used = _near(probes) or list(probes[-1:])
     lr = _geometric_mean([corrected(p) for p in used])
     frictions = [p.friction for p in used if p.friction is not None]
     friction = _geometric_mean(frictions) if frictions else None
     if _near(used):
-        return lr, friction, True, SENTENCES[Limit.ENERGY_ERROR]
+        return lr, friction, True, Limit.ENERGY_ERROR.sentence
     return lr, friction, False, f"No probe came near it; {used[-1].reason or 'the last one was far below'}"
 
 

@@ -43,12 +43,7 @@ LOOK_STEPS = 20
 
 
 class FixedControls(Schedule):
-    """A schedule with the controls of each step given.
-
-    Args:
-        steps: the controls of steps 1 to n; later steps have those of the last one.
-        temperature: τ of the target; None uses the module's.
-    """
+    """A schedule with the controls of steps 1 to n given; later steps have those of the last one."""
 
     def __init__(
         self,
@@ -99,7 +94,6 @@ class RunForm:
         self.schedule = SamplingSchedule(every_n_steps=1) if schedule is None else copy.deepcopy(schedule)
         self.schedule.lay_out(length)
         self._whole = min(length.steps, 10**6)
-        # The first sampling stage.
         total = int(self._whole)
         stride = max(1, total // 20000)
         steps = [*range(1, total + 1, stride)]
@@ -107,7 +101,8 @@ class RunForm:
         first = noisy.index(True) if True in noisy else 0
         after = noisy.index(False, first) if False in noisy[first:] else len(steps)
         self._first_sampling = steps[first]
-        self._sampling = (self._first_sampling, min(steps[after - 1] + stride - 1, total))
+        self.stage_end = min(steps[after - 1] + stride - 1, total)
+        """The last step of the first sampling stage."""
 
     @property
     def explores(self) -> bool:
@@ -117,13 +112,8 @@ class RunForm:
     @property
     def is_steady(self) -> bool:
         """Whether the run ends in one stage of sampling at a constant step, as for samples of the posterior."""
-        first, last = (self.schedule.controls(step).lr_factor for step in self._sampling)
-        return self._sampling[1] == self._whole and first == last
-
-    @property
-    def stage_end(self) -> int:
-        """The last step of the first sampling stage."""
-        return self._sampling[1]
+        first, last = (self.schedule.controls(step).lr_factor for step in (self._first_sampling, self.stage_end))
+        return self.stage_end == self._whole and first == last
 
     @property
     def lead(self) -> float:
@@ -144,9 +134,8 @@ class RunForm:
         share = EXPLORATION_SHARE if self.explores else BURN_IN_SHARE
         before = min(math.ceil(lead / trajectory), round(parts * share))
         noisy = parts - before
-        start, last = self._sampling
         places = [1 + j * lead // before for j in range(before)]
-        places += [start + j * (last - start + 1) // noisy for j in range(noisy)]
+        places += [lead + 1 + j * (self.stage_end - lead) // noisy for j in range(noisy)]
         controls = [self.schedule.controls(place) for place in places for _ in range(trajectory)]
         count = min(MAX_SAMPLES, noisy)
         samples = [len(first) + trajectory * (before + round(noisy * (j + 1) / count)) for j in range(count)]
@@ -154,14 +143,13 @@ class RunForm:
 
 
 class Energies(SamplerCallback):
-    """Records each step's energies and likelihood, with its stage."""
+    """Records each step's energies, with its stage."""
 
     is_probe = True
     """A short run, in which a step may cut the batches of an order, see `check_data`."""
 
     def __init__(self) -> None:
         self._total: list[Tensor] = []
-        self._likelihood: list[Tensor] = []
         self._stages: list[Stage] = []
         self._step = 0
 
@@ -169,21 +157,14 @@ class Energies(SamplerCallback):
         if trainer.global_step == self._step:
             return
         chains = chains_of(pl_module)
-        self._step, seen = trainer.global_step, chains.observed
-        self._total.append(seen.energy.detach())
-        self._likelihood.append((seen.energy + seen.log_prior.reshape(-1)).detach())
+        self._step = trainer.global_step
+        self._total.append(chains.observed.energy.detach())
         self._stages.append(chains.progress.stage)
 
     def of(self, *stages: Stage) -> Tensor:
         """Return Ũ of the steps of some stages (of all without any), shape (n, C), on the CPU."""
-        return self._chosen(self._total, stages)
-
-    def likelihood(self, *stages: Stage) -> Tensor:
-        """Return -log p(data|θ) by the steps' batches, shape (n, C), on the CPU."""
-        return self._chosen(self._likelihood, stages)
-
-    def _chosen(self, values: list[Tensor], stages: Sequence[Stage]) -> Tensor:
-        found = [v for v, stage in zip(values, self._stages, strict=True) if not stages or stage in stages]
+        pairs = zip(self._total, self._stages, strict=True)
+        found = [energy for energy, stage in pairs if not stages or stage in stages]
         return torch.stack(found).float().cpu() if found else torch.zeros(0, 1)
 
 
@@ -217,7 +198,6 @@ class ShortRuns:
         self.steps_made = 0
         self.length = RunLength(math.inf)
         self.chance: float | None = None
-        self.num_data = 1
         self.has_preconditioner = False
         self.is_microcanonical = False
         self.training_controls = COLD
@@ -250,7 +230,22 @@ class ShortRuns:
         own = [copy.copy(callback) for callback in chosen]
         with silenced(*REPEATED):
             momenta = [HotMomenta()] if any(isinstance(c, MetropolisTest) for c in own) else []
-            trainer = self._trainer(steps, [schedule, *momenta, *own, *callbacks, energies], clips)
+            trainer = self._make(
+                max_steps=steps,
+                max_epochs=-1,
+                max_time=None,
+                callbacks=[schedule, *momenta, *own, *callbacks, energies],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                num_sanity_val_steps=0,
+                check_val_every_n_epoch=10**9,
+                val_check_interval=None,
+                fast_dev_run=False,
+                **self._one_process,
+                **({} if clips else {"gradient_clip_val": None}),
+            )
             trainer.fit(self.module, **self._data)
         self.steps_made += steps
         self._learn(trainer)
@@ -258,31 +253,13 @@ class ShortRuns:
         self.acceptance = None if rates is None else float(rates.mean())
         return energies
 
-    def _trainer(self, steps: int, callbacks: list[pl.Callback], clips: bool) -> pl.Trainer:
-        return self._make(
-            max_steps=steps,
-            max_epochs=-1,
-            max_time=None,
-            callbacks=callbacks,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            check_val_every_n_epoch=10**9,
-            val_check_interval=None,
-            fast_dev_run=False,
-            **self._one_process,
-            **({} if clips else {"gradient_clip_val": None}),
-        )
-
-    def try_fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback) -> Energies | None:
-        """Return `fit`'s energies, None for a run that diverged or a step that the sampler refuses."""
+    def try_fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback) -> Tensor:
+        """Return `fit`'s energies (n, C), none for a run that diverged or a step that the sampler refuses."""
         try:
-            return self.fit(schedule, steps, *callbacks)
+            return self.fit(schedule, steps, *callbacks).of()
         except (NonFiniteEnergyError, ValueError):
             self.steps_made += steps
-            return None
+            return torch.zeros(0, 1)
 
     def look(self) -> tuple[Tensor, Any]:
         """Learn N, the run's length and labels by steps of practically no length; return energies (n, C) and the lr."""
@@ -298,9 +275,8 @@ class ShortRuns:
     def _learn(self, trainer: pl.Trainer) -> None:
         if math.isfinite(self.length.steps) or self.chance is not None:
             return
-        self.num_data = self.module.num_data or 1
         found = chance_nll(self.module.chains)
-        self.chance = None if found is None else found * self.num_data
+        self.chance = None if found is None else found * (self.module.num_data or 1)
         each, (most, epochs) = epoch_length(trainer), self._limits
         by_steps = most if most >= 0 else math.inf
         if epochs is None:
@@ -323,10 +299,7 @@ class ShortRuns:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the module's tensors and the attributes that a fit sets at the end.
-
-        Copying the module is not safe: compiled networks and attributes of a subclass may not copy.
-        """
+        """Restore at the end what a fit sets: a copy is not safe, since compiled networks may not copy."""
         module, kept = self.module, self.state()
         names = ("lr", "num_data", "posterior", "evaluations", "health", "plan")
         plain = {name: getattr(module, name) for name in names}
@@ -345,10 +318,8 @@ class ShortRuns:
 
 
 def _changes_the_noise(callback: pl.Callback) -> bool:
-    """Return whether a callback changes the gradient's noise or the chains' temperatures.
-
-    A contour needs a learned range of energies, which short runs have not.
-    """
+    """Return whether a callback changes the gradient's noise or the chains' temperatures; a contour is left out, since
+    short runs have no range of energies."""
     if isinstance(callback, Schedule | FirstStage | ContourGradient) or not isinstance(callback, SamplerCallback):
         return False
     return callback.changes_chain

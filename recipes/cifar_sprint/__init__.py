@@ -50,9 +50,10 @@ sixteen chains waits for nothing on the stand-in device of `tests/cuda`.
 
 from typing import Any
 
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, legend_below, panels, save_figure
+from lightning_sgmcmc.figures.canvas import legend_below, panels, save_figure
 from lightning_sgmcmc.recipes.cifar_sprint.fits import CYCLICAL, Point, datamodules, one
 from lightning_sgmcmc.recipes.cifar_sprint.settings import Settings
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

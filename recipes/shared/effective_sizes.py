@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import autocorrelation
-from lightning_sgmcmc.figures.canvas import COLOURS, INTERVAL, half_width, legend_below, panels, series
+from lightning_sgmcmc.figures.canvas import COLOURS, legend_below, panels, series
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, half_width
 from lightning_sgmcmc.recipes.shared.logistic import Reference
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 

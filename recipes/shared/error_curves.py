@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_sgmcmc import BayesianModule, PosteriorSample
 from lightning_sgmcmc.callbacks import SamplerCallback
 from lightning_sgmcmc.datamodules import MNISTDataModule
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, panels
+from lightning_sgmcmc.figures.canvas import panels
+from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.records import Recording
 
 

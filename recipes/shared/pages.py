@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.figures.canvas import half_width
 from lightning_sgmcmc.recipes.shared.expected import VERDICTS, all_expected, kept
+from lightning_sgmcmc.recipes.shared.figures import half_width
 from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 
 UNKNOWN = "not recorded"

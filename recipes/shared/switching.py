@@ -2,7 +2,6 @@
 
 import torch
 
-from lightning_sgmcmc.diagnostics.draws import wasserstein_distance
 from lightning_sgmcmc.simulation.switching_diffusion import Potentials, ornstein_uhlenbeck, switching_paths
 
 SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
@@ -35,6 +34,26 @@ def distances(draws: torch.Tensor) -> tuple[float, torch.Tensor]:
     return wasserstein_distance(draws, target_quantiles(len(draws))), torch.tensor(
         [wasserstein_distance(one, truth) for one in rest], dtype=torch.float64
     )
+
+
+def wasserstein_distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return W₁ = ∫|F - G| dx between two sets of equally weighted numbers with distribution functions F and G.
+
+    For the distance to a known law, pass as one set its quantiles at (i - 1/2)/n, i = 1, …, n.
+
+    Args:
+        first: shape (S,), finite.
+        second: shape (R,), finite.
+
+    >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
+    2.0
+    """
+    from scipy.stats import wasserstein_distance as distance
+
+    sets = [numbers.cpu() for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
+    if len(sets) < 2 or not all(bool(numbers.isfinite().all()) for numbers in sets):
+        raise ValueError("each set must be one-dimensional, finite and not empty")
+    return float(distance(*sets))
 
 
 def jackknife_error(without: torch.Tensor) -> float:

@@ -12,8 +12,8 @@ from lightning_sgmcmc.contour import (
     DecayingStepSize,
     EnergyPartition,
     LearnedContour,
-    bin_index,
 )
+from lightning_sgmcmc.contour.partition import bin_index
 from tests.support import contour_reference as reference
 
 SCHEMES = ("scalable", "original", "high-order")

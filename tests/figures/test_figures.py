@@ -10,6 +10,7 @@ import pytest
 from lightning_sgmcmc import figures
 from lightning_sgmcmc.figures import samples as figures_samples
 from lightning_sgmcmc.figures.canvas import canvas, legend_above, legend_below
+from lightning_sgmcmc.recipes.shared.figures import mean_with_interval
 
 
 def lines(axes: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def test_cycles_are_shaded_and_a_trace_has_the_prior_s_line() -> None:
 def test_intervals_over_repeats_cover_the_mean() -> None:
     """4,000 means of three normal draws: the share of 95 % intervals with the mean is within 4 sd of 0.95."""
     draws = np.random.default_rng(0).normal(size=(3, 4000))
-    mean, half = figures.mean_with_interval(draws)
+    mean, half = mean_with_interval(draws)
     assert abs((np.abs(mean) <= half).mean() - 0.95) < 4 * (0.95 * 0.05 / 4000) ** 0.5
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_sgmcmc.planning import (
     Blocks,
     ChainControls,
-    LinearRule,
     TensorFacts,
     blocks_of,
     draws_of_mean,
@@ -195,5 +194,5 @@ def test_draws_of_a_mean_do_not_depend_on_how_steps_are_grouped() -> None:
     rule = linear_rule(sampler, sampler.param_groups[0], *(torch.full((3, 1), v).double() for v in (0.1, 0.7)))
     assert rule is not None
     curvature = torch.tensor([0.1]).double()
-    whole = LinearRule(rule.move, *(part[:1] for part in rule.tensors()))
+    whole = rule.mapped(lambda part: part[:1])
     torch.testing.assert_close(draws_of_mean(rule, [5, 90, 5], curvature), draws_of_mean(whole, [100], curvature))

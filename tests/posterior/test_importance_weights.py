@@ -11,9 +11,10 @@ from torch import nn
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.contour import DecayingStepSize
-from lightning_sgmcmc.diagnostics.draws import resample, wasserstein_distance
+from lightning_sgmcmc.diagnostics.draws import resample
 from lightning_sgmcmc.posterior.disk import CONTOUR
 from lightning_sgmcmc.recipes.shared.plane import cell_masses, divergence, mode_coverage
+from lightning_sgmcmc.recipes.shared.switching import wasserstein_distance
 from tests.support.problems import Data
 from tests.support.trainers import quiet_trainer
 
