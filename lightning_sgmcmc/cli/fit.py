@@ -23,7 +23,7 @@ from lightning_sgmcmc.callbacks import AutoSampling, PredictionWriter, SampleCol
 from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
-from lightning_sgmcmc.chains.claims import SUBJECTS
+from lightning_sgmcmc.chains.state import SUBJECTS
 from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial, remote_root, run_folder
 from lightning_sgmcmc.cli.baselines import PACKAGE, run_baselines
 from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune

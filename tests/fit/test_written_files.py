@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sgmcmc import Categorical, NonFiniteEnergyError
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PredictionWriter, SampleCollector
 from lightning_sgmcmc.chains.trainer import run_folder
-from lightning_sgmcmc.cli.folders import ConfigFile
+from lightning_sgmcmc.cli.fit import ConfigFile
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 
