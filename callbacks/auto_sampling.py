@@ -18,13 +18,13 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
-from lightning_sgmcmc.callbacks.schedule import PlannedLength
+from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
 from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.chains.trainer import instances_of, is_trial
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -65,7 +65,7 @@ SHARE = 0.8
 """Of the time, for steps; draws are evaluated and written in the rest."""
 
 
-class AutoSampling(Schedule):
+class AutoSampling(WholeRunSchedule):
     """Samples without a setting by hand: it chooses prior scale, step sizes, temperature, schedule and weights.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
@@ -143,13 +143,11 @@ class AutoSampling(Schedule):
         self.prior_scales = prior_scales
         self._given = (temperature, prior_std)
         self._start_std = 0.0
-        self._length = PlannedLength("AutoSampling")
         self._budget = RunBudget(budget)
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._length.steps = None
         self._budget.reset()
         self._stages: WarmUpAndDecay | None = None
         self._densities: dict[tuple[int, int], Tensor] = {}
@@ -188,13 +186,12 @@ class AutoSampling(Schedule):
         return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
 
     def lay_out(self, length: RunLength) -> None:
-        total = self._budget.steps or self._length.steps_of(length)
+        total = self._budget.steps or self.steps_of(length)
         self._stages = WarmUpAndDecay(total, self.warm_up, 1 if length.is_trial else self.num_draws)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
         super().plan(trainer, module)
-        self._length.begin(trainer)
         chains = module.chains.layout.total_chains
         if self.prior_scales is not None and len(self.prior_scales) != chains:
             raise ValueError(
@@ -231,7 +228,7 @@ class AutoSampling(Schedule):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step):
-            self._length.steps = None
+            self.total_steps = None
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
 
@@ -315,9 +312,8 @@ class AutoSampling(Schedule):
         trainer.strategy.barrier("the weights are written")
         if isinstance(posterior.store, DiskStore):
             posterior.store.reload()
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, BayesianModelAverage):
-                callback.evaluate_stored(trainer, module, "val")
+        for average in instances_of(trainer, BayesianModelAverage):
+            average.evaluate_stored(trainer, module, "val")
 
     def _weights_of(self, posterior: Posterior) -> list[float] | None:
         """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""
@@ -350,7 +346,7 @@ class AutoSampling(Schedule):
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._length.steps, self._budget.steps = saved["total_steps"], saved["budget_steps"]
+            self._budget.steps = saved["budget_steps"]
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._counts.update(saved["counts"])
             for chain, block in saved["blocks"].items():
@@ -359,7 +355,6 @@ class AutoSampling(Schedule):
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
-            "total_steps": self._length.steps,
             "budget_steps": self._budget.steps,
             "densities": dict(self._densities),
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},

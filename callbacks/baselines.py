@@ -11,15 +11,14 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.callbacks.schedule import PlannedLength
-from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback, sampling_module
+from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.execution import MASK_SEED, dropout_layers
-from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, Schedule, StepControls, require_schedule
+from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, StepControls, require_schedule
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import instances_of
 from lightning_sgmcmc.chains.warm_start import ChainOptimizers, check_optimizer, chosen_decay, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refreshed
@@ -34,7 +33,7 @@ WITHOUT_MASK = (nn.MultiheadAttention, nn.RNNBase)
 """Layers with dropout of their own, which has no mask."""
 
 
-class DeepEnsemble(Schedule):
+class DeepEnsemble(WholeRunSchedule):
     """Trains every chain by optimization, at temperature 0, and takes its last state as one member of the ensemble.
 
         lr_k = lr_0/2·[cos(π·(k-1)/K) + 1]·min(1, k/W),   K the run's optimizer steps, W = ⌈warm_up·K⌉
@@ -66,6 +65,7 @@ class DeepEnsemble(Schedule):
     """
 
     temperature = 0.0
+    kinds = ("single network", "deep ensemble")
 
     def __init__(
         self,
@@ -80,8 +80,6 @@ class DeepEnsemble(Schedule):
         self.lr_decay = lr_decay
         self.optimizer = optimizer
         self.warm_up = warm_up
-        self.kind = "deep ensemble"
-        self._length = PlannedLength("DeepEnsemble")
         self._total = 0
         self._optimizers: ChainOptimizers | None = None
         self._saved_optimizers: list[Any] | None = None
@@ -91,18 +89,12 @@ class DeepEnsemble(Schedule):
     def sets_lr(self) -> bool:  # type: ignore[override]
         return self.lr_decay == "cosine" or self.warm_up > 0
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        members = layout_of(trainer, chains_of(pl_module).num_chains).total_chains
-        self.kind = "deep ensemble" if members > 1 else "single network"
-
     def reset(self) -> None:
         super().reset()
-        self._length.steps = None
         self._saved_optimizers = None
 
     def lay_out(self, length: RunLength) -> None:
-        self._total = self._length.steps_of(length)
+        self._total = self.steps_of(length)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         chains = module.chains
@@ -113,7 +105,6 @@ class DeepEnsemble(Schedule):
                 "shared_batch=True give them one start and one data order: omit one of the two"
             )
         super().plan(trainer, module)
-        self._length.begin(trainer)
         if self.optimizer is not None:
             self._begin_optimizers(trainer, module)
 
@@ -129,7 +120,7 @@ class DeepEnsemble(Schedule):
                 f"weight_decay={decay:g} of DeepEnsemble's {name} would act beside prior={module.prior!r}, which is in "
                 "the loss: pass prior=FlatPrior() to the module, or omit weight_decay"
             )
-        first = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+        first = next(iter(instances_of(trainer, FirstStage)), None)
         if first is not None:
             raise ValueError(
                 f"DeepEnsemble(optimizer={name}) optimizes the whole run, and {type(first).__name__} its beginning: "
@@ -177,7 +168,7 @@ class DeepEnsemble(Schedule):
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._length.steps, self._saved_optimizers = saved["total_steps"], saved.get("optimizers")
+            self._saved_optimizers = saved.get("optimizers")
         super().begin(run, saved)
         self._saved_optimizers = None
 
@@ -185,14 +176,14 @@ class DeepEnsemble(Schedule):
         self.run.sampler.stand_in = self._optimizers = None
 
     def state(self) -> dict[str, Any]:
-        state, optimizers = super().state() | {"total_steps": self._length.steps}, self._optimizers
+        state, optimizers = super().state(), self._optimizers
         if optimizers is None:
             return state
         own = [optimizers.state_dict(chain) for chain in range(self.run.module.num_chains)]
         return state | {"optimizers": self.run.layout.collect(own)}
 
 
-class SWAG(Schedule):
+class SWAG(WholeRunSchedule):
     """Fits a Gaussian to the iterates of each chain at a constant step size, and draws networks from it.
 
         θ = θ̄ + √(s/2)·Σ_diag^½·z₁ + √(s/(2·(K-1)))·D·z₂,   z₁, z₂ ~ N(0, I)
@@ -262,34 +253,28 @@ class SWAG(Schedule):
         self.every_n_steps = every_n_steps
         self.scale = scale
         self.batch_norm_batches = batch_norm_batches
-        self.kind = "SWAG"
+        self.kinds = ("cycSWAG", "cycSWAG") if num_cycles > 1 else ("SWAG", "MultiSWAG")
         self.moments = IterateMoments(rank)
         """Of the iterates of the current cycle; with several chains in the process, tensors have a chain axis."""
-        self._length = PlannedLength("SWAG")
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._length.steps = None
         self.moments.clear()
         self._plan: AveragingPlan | None = None
         self._cycle = 0
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        chains = chains_of(pl_module)
-        total = layout_of(trainer, chains.num_chains).total_chains
-        self.kind = "cycSWAG" if self.num_cycles > 1 else "MultiSWAG" if total > 1 else "SWAG"
-        if any(map(is_expanded, pl_module.modules())):
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        if any(map(is_expanded, module.modules())):
             raise ValueError(
                 "SWAG fits a Gaussian to the weights, and this network's are products of factors: use SWAG with the "
                 "plain network, without expand"
             )
 
     def lay_out(self, length: RunLength) -> None:
-        total = self._length.steps_of(length)
+        total = self.steps_of(length)
         self._plan = AveragingPlan(
             total_steps=total,
             num_cycles=1 if length.is_trial else self.num_cycles,
@@ -308,13 +293,12 @@ class SWAG(Schedule):
         chains = module.chains
         check_statistics(trainer, module, "SWAG")
         super().plan(trainer, module)
-        self._length.begin(trainer)
         chains.tags.draws = self.num_draws
         chains.progress.num_cycles = self.laid_out.num_cycles if self.laid_out.num_cycles > 1 else None
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._length.steps, self._cycle = saved["total_steps"], saved["cycle"]
+            self._cycle = saved["cycle"]
             self.moments.load_state_dict(saved["moments"], run.layout.own_stored)
         super().begin(run, saved)
 
@@ -373,8 +357,7 @@ class SWAG(Schedule):
 
     def state(self) -> dict[str, Any]:
         gather = torch.clone if self._run is None else self.run.layout.gather_stored
-        own = {"total_steps": self._length.steps, "cycle": self._cycle, "moments": self.moments.state_dict(gather)}
-        return super().state() | own
+        return super().state() | {"cycle": self._cycle, "moments": self.moments.state_dict(gather)}
 
 
 class MCDropout(SamplerCallback):
@@ -406,19 +389,13 @@ class MCDropout(SamplerCallback):
 
     place = Place.CHAIN
     setting = "mc_dropout"
+    kinds = ("MC dropout", "MC dropout ensemble")
     claims: ClassVar[Mapping[str, str | None]] = {"expand samples": "_expand"}
 
     def __init__(self, num_draws: int = 30) -> None:
         check_count("num_draws", num_draws, optional=False)
         self.num_draws = num_draws
-        self.kind = "MC dropout"
         self._seed = 0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        module = sampling_module(pl_module, self)
-        several = layout_of(trainer, module.num_chains).total_chains > 1
-        self.kind = "MC dropout ensemble" if several else "MC dropout"
 
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         require_schedule(trainer, self)

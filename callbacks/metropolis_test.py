@@ -14,7 +14,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.schedule import Schedule, epoch_length, is_optimization, require_schedule, schedule_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval
+from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_probe, is_trial, log_interval
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
@@ -298,7 +298,7 @@ def check_run(trainer: pl.Trainer, module: ChainModel, steps: int) -> None:
     if trainer.lr_scheduler_configs:
         scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
         raise ValueError(f"{scheduler} changes the step size within trajectories of MetropolisTest: remove it")
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+    if instances_of(trainer, GradientAccumulationScheduler):
         raise ValueError(
             "GradientAccumulationScheduler changes the data of a step, so a trajectory is not the same backwards: set "
             "the trainer's accumulate_grad_batches instead"

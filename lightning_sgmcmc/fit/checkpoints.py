@@ -14,11 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
-from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
-from lightning_sgmcmc.chains.callback import declares
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -217,19 +215,14 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
         raise ValueError(_damaged(place, saved))
 
 
-def check_entries(callback: pl.Callback, states: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a callback's state in a checkpoint has the entries that it declares, of their types."""
-    known: Mapping[str, Any] = {}
-    if declares(callback):
-        known = callback.entries
-    elif isinstance(callback, ModelCheckpoint):
-        known = OF_LIGHTNING
-    if not known or callback.state_key not in states:
+def check_entries(callback: pl.Callback, entries: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a callback's state in a checkpoint has entries of these types."""
+    if not entries or callback.state_key not in states:
         return
     name, saved = type(callback).__name__, states[callback.state_key]
     if not isinstance(saved, dict):
         raise ValueError(_damaged(f"callbacks.{name}", saved))
-    for entry, kind in known.items():
+    for entry, kind in entries.items():
         value = saved.get(entry)
         if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**64):
             raise ValueError(_damaged(f"callbacks.{name}.{entry}", value))

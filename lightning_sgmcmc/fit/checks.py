@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning import callbacks as lightning_callbacks
-from pytorch_lightning.callbacks import EarlyStopping, Timer
+from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -20,7 +20,15 @@ from lightning_sgmcmc.batches.rows import resolve_num_data, stream_of, training_
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of, is_per_chain, sampler_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
-from lightning_sgmcmc.chains.trainer import callbacks_of, declared, fit_steps, is_probe, is_trial, repeated_batches
+from lightning_sgmcmc.chains.trainer import (
+    callbacks_of,
+    declared,
+    fit_steps,
+    instances_of,
+    is_probe,
+    is_trial,
+    repeated_batches,
+)
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
@@ -122,26 +130,23 @@ def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "a loss scaler skips steps of one process's chains, so the chains' schedules diverge: use "
             "precision='bf16-mixed' for chains on several processes"
         )
-    if is_per_chain(getattr(module, "lr", None)) and any(
-        isinstance(c, lightning_callbacks.LearningRateMonitor) for c in callbacks_of(trainer)
-    ):
+    if is_per_chain(getattr(module, "lr", None)) and instances_of(trainer, LearningRateMonitor):
         raise ValueError("LearningRateMonitor logs one number, but lr has one per chain: remove it")
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    for callback in callbacks_of(trainer):
-        for name, reason in MEDDLING.items():
-            kind = getattr(lightning_callbacks, name, None)
-            if kind is not None and isinstance(callback, kind):
-                raise ValueError(f"{type(callback).__name__} {reason}: remove it")
-        for name, sentence in SEARCHING.items():
-            if isinstance(callback, getattr(lightning_callbacks, name)):
-                raise ValueError(sentence)
-        if isinstance(callback, lightning_callbacks.LearningRateMonitor) and callback.log_weight_decay:
-            raise ValueError(
-                "LearningRateMonitor(log_weight_decay=True) needs an optimizer with a weight decay, and a sampler has "
-                "none, since the prior has its place: leave log_weight_decay out"
-            )
+    for name, reason in MEDDLING.items():
+        kind = getattr(lightning_callbacks, name, None)  # a newer Lightning has more of them
+        for callback in instances_of(trainer, kind) if kind is not None else ():
+            raise ValueError(f"{type(callback).__name__} {reason}: remove it")
+    for name, sentence in SEARCHING.items():
+        if instances_of(trainer, getattr(lightning_callbacks, name)):
+            raise ValueError(sentence)
+    if any(monitor.log_weight_decay for monitor in instances_of(trainer, LearningRateMonitor)):
+        raise ValueError(
+            "LearningRateMonitor(log_weight_decay=True) needs an optimizer with a weight decay, and a sampler has "
+            "none, since the prior has its place: leave log_weight_decay out"
+        )
 
 
 def check_step_size(sampler: Sampler) -> None:
@@ -258,9 +263,8 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
     if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe(trainer):
         return
     counts = {trainer.accumulate_grad_batches}
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, lightning_callbacks.GradientAccumulationScheduler):
-            counts |= set(callback.scheduling.values())
+    for scheduler in instances_of(trainer, GradientAccumulationScheduler):
+        counts |= set(scheduler.scheduling.values())
     for batches in (order.batches_per_epoch, int(trainer.num_training_batches)):
         for count in counts:
             if batches % count:
@@ -289,9 +293,8 @@ class PatientStopping:
     def begin(self, trainer: pl.Trainer, samples: int) -> None:
         """Make the trainer's `EarlyStopping` callbacks wait."""
         self.samples = samples
-        for callback in callbacks_of(trainer):
-            monitor = getattr(callback, "monitor", None)  # a mock has none
-            if isinstance(callback, EarlyStopping) and str(monitor).startswith(self._monitors):
+        for callback in instances_of(trainer, EarlyStopping):
+            if str(callback.monitor).startswith(self._monitors):
                 vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
                 self._patched.append(callback)
 

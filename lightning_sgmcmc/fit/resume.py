@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -14,8 +15,8 @@ from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import FitSeeds
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_probe
-from lightning_sgmcmc.fit.checkpoints import PLACE, ProcessGenerators, check_entries, check_loops
+from lightning_sgmcmc.chains.trainer import declared, instances_of, is_probe
+from lightning_sgmcmc.fit.checkpoints import OF_LIGHTNING, PLACE, ProcessGenerators, check_entries, check_loops
 from lightning_sgmcmc.fit.loggers import log_settings
 from lightning_sgmcmc.fit.settings import (
     Settings,
@@ -328,11 +329,14 @@ class ExactResume(RunCallback):
             repair_loop_counts(checkpoint["loops"]["fit_loop"], own["batches"], self._place, accumulating=bool(saved))
 
 
-def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], callbacks: Sequence[pl.Callback]) -> None:
+def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], trainer: pl.Trainer | None) -> None:
     """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none."""
     states, own = checkpoint.get("callbacks", {}), ExactResume()
-    for callback in (own, *callbacks):
-        check_entries(callback, states)
+    check_entries(own, own.entries, states)
+    for callback in declared(trainer) if trainer is not None else ():
+        check_entries(callback, callback.entries, states)
+    for keeper in instances_of(trainer, ModelCheckpoint) if trainer is not None else ():
+        check_entries(keeper, OF_LIGHTNING, states)
     if own.state_key in states:
         seeds.resume(None, max(seeds.fits, states[own.state_key]["fits"] + 1))
 
@@ -350,9 +354,8 @@ def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None
 
 def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Compare a run's settings with its checkpoint's now, before anything of the run is changed; see `ExactResume`."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ExactResume):
-            callback.check(trainer, module)
+    for callback in instances_of(trainer, ExactResume):
+        callback.check(trainer, module)
 
 
 # -- loop counts -------------------------------------------------------------------------------------------------------

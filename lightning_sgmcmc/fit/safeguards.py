@@ -20,7 +20,7 @@ from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampl
 from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
-from lightning_sgmcmc.chains.trainer import callbacks_of, declared, is_finished, is_trial
+from lightning_sgmcmc.chains.trainer import callbacks_of, declared, instances_of, is_finished, is_trial
 from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.fit.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.fit.checks import (
@@ -257,7 +257,7 @@ def restore(trainer: Any) -> None:
 
 def samples_drawn(trainer: pl.Trainer) -> int:
     """Return the number of samples that the trainer's last fit has drawn, over all its chains and resumes."""
-    return sum(callback.samples for callback in callbacks_of(trainer) if isinstance(callback, Safeguards))
+    return sum(callback.samples for callback in instances_of(trainer, Safeguards))
 
 
 class Safeguards(RunCallback):
