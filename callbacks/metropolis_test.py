@@ -178,9 +178,7 @@ class MetropolisTest(SamplerCallback):
                 "there"
             )
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         trajectory, schedule, chains = self._trajectory, self._schedule, self.run.chains
         assert trajectory is not None
         assert schedule is not None

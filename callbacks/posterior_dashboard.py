@@ -148,9 +148,7 @@ class PosteriorDashboard(SamplerCallback):
             own.append(NLL)
         self.history.trace([*self._traced, *own, CYCLE])
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         run = self.run
         step = run.sampler.step_count
         if step == self._last_step or (step != 1 and step % self._interval):
@@ -210,9 +208,7 @@ class PosteriorDashboard(SamplerCallback):
 
     # -- when to draw -------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         # Before the next step, when collector and evaluator have seen the sample, whatever their order.
         if not self._due and self.run.chains.progress.cycle == self._cycle:
             return

@@ -1,14 +1,13 @@
 """Stores posterior samples, on disk or in memory."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
@@ -134,10 +133,7 @@ class SampleCollector(SamplerCallback):
             self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
-            shared = module.chains.sharing.tensors()
-            self._lock = _on_rank_zero(
-                trainer, lambda: _begin_store(path, description_for_store(module), _columns(trainer), shared)
-            )
+            self._lock = _on_rank_zero(trainer, lambda: _begin_store(path, trainer, module))
             check_common("the samples' folder", lambda: path, mark_of_store)
             self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
@@ -156,9 +152,8 @@ class SampleCollector(SamplerCallback):
             for sample in restored["samples"]:
                 self._store.append(PosteriorSample(**sample, shared=shared))
             return
-        path = check_common(
-            "the samples", lambda: _find_store(restored, self.dirpath, trainer.ckpt_path), mark_of_store
-        )
+        checkpoint = trainer.ckpt_path
+        path = check_common("the samples", lambda: _find_store(restored, self.dirpath, checkpoint), mark_of_store)
         trainer.strategy.barrier("read the store before it is cut")
         DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
         self._lock = _on_rank_zero(trainer, lambda: _continue_store(path, restored))
@@ -290,12 +285,7 @@ class SampleCollector(SamplerCallback):
 # -- the folder of samples ---------------------------------------------------------------------------------------------
 
 
-def _begin_store(
-    path: Path,
-    description: Any,
-    columns: Columns,
-    shared: Mapping[str, Tensor],
-) -> StoreLock:
+def _begin_store(path: Path, trainer: pl.Trainer, module: ChainModel) -> StoreLock:
     """Create an empty store for a new run, and move the samples of an earlier run aside."""
     lock = StoreLock(path)
     remove_left_over(path)
@@ -306,7 +296,7 @@ def _begin_store(
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()
         lock = StoreLock(path)
-    DiskStore.create(path, description, columns, shared)
+    DiskStore.create(path, description_for_store(module), _columns(trainer), module.chains.sharing.tensors())
     return lock
 
 

@@ -34,10 +34,7 @@ from lightning_sgmcmc.seeding import GeneratorStates, derive_seed
 
 
 def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
-    """Return what `find` does, once all ranks have seen the same there by `mark`; all ranks call it.
-
-    What `find` raises is raised where the ranks agree otherwise.
-    """
+    """Return what `find` does, or raise its error, once all ranks have seen the same there by `mark`; all call it."""
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     path, error, seen = None, None, None
     try:
@@ -88,10 +85,7 @@ def _mark_of_checkpoint(path: Path) -> str | None:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint to a temporary file in the same folder, flushes it to disk, and then renames it.
-
-    Lightning's writes through the system's temporary folder and copies, so a full disk or a kill loses both files.
-    """
+    """Writes a checkpoint to a temporary file in the same folder and renames it, so that a kill leaves the old one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint."""
@@ -167,19 +161,17 @@ NEEDED = ("state_dict", "pytorch-lightning_version", "global_step")
 
 def _check_form(content: dict[str, Any], path: Any) -> None:
     """Raise ValueError unless a checkpoint has what Lightning reads without a check of its own."""
-    wrong = [f"{name!r} is missing" for name in NEEDED if name not in content]
-    wrong += [
-        f"{name!r} is a {type(content[name]).__name__}"
-        for name, kind in FORM.items()
-        if name in content and not isinstance(content[name], kind)
-    ]
-    if not wrong:
-        odd = [name for name, value in content["state_dict"].items() if not isinstance(value, torch.Tensor)]
-        wrong = [f"{name!r} of its state is no tensor" for name in odd if not str(name).endswith("_extra_state")]
-    if wrong:
+    wrong = next((f"{name!r} is missing" for name in NEEDED if name not in content), None)
+    for name, kind in FORM.items() if wrong is None else ():
+        if not isinstance(content.get(name, kind()), kind):
+            wrong = wrong or f"{name!r} is a {type(content[name]).__name__}"
+    for name, value in content["state_dict"].items() if wrong is None else ():
+        if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
+            wrong = f"{name!r} of its state is no tensor"
+    if wrong is not None:
         raise ValueError(
-            f"{path} is damaged, or no checkpoint of Lightning: {wrong[0][:200]}; resume from another, or pass a "
-            "file with a state as chain_start=[…]"
+            f"{path} is damaged, or no checkpoint of Lightning: {wrong[:200]}; resume from another, or pass a file "
+            "with a state as chain_start=[…]"
         )
 
 
@@ -233,12 +225,9 @@ def _damaged(place: str, saved: Any) -> str:
 
 
 def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
-    """Add the constructor's arguments that are plain data and no secrets to a checkpoint, for `load_from_checkpoint`.
-
-    What the user has saved by `save_hyperparameters` stays as it is.
-    """
+    """Add the constructor's arguments that are plain data and no secrets to a checkpoint."""
     if "_hparams_name" in vars(module) or module.hparams:
-        return
+        return  # the user has saved some by `save_hyperparameters`
     arguments: dict[str, Any] = getattr(module, "_arguments", {})
     kept = {n: v for n, v in arguments.items() if _is_plain(v) and not (isinstance(v, str) and is_secret(n))}
     checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = kept
@@ -306,8 +295,7 @@ class ProcessGenerators:
         self._loaders = flat_loaders(trainer.train_dataloader)
 
     def seed_workers(self, loader: DataLoader[Any], seed: int) -> None:
-        """Give a loader without a generator one of the run during the fit: a pass begins by drawing the workers' seed,
-        and later draws should not depend on it."""
+        """Give a loader without a generator one of the run, so that later draws do not depend on its workers' seed."""
         if loader.generator is None:
             loader.generator = torch.Generator().manual_seed(derive_seed(seed, "workers"))
             self._lent.append(loader)
@@ -323,7 +311,7 @@ class ProcessGenerators:
 
     def begin_validation(self, trainer: pl.Trainer) -> None:
         """Draw from the copy what the validation loaders draw in a pass."""
-        if self._states is not None:
+        if self.is_kept:
             self._draw(flat_loaders(trainer.val_dataloaders), 1)
 
     def _draw(self, loaders: Iterable[Any], passes: int) -> None:

@@ -279,16 +279,13 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
 
 
 class PatientStopping:
-    """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples.
-
-    Before the first sample the metric is NaN, which would end the run; later it would use up the patience. The callback
-    that logs the metric sets `samples`.
-    """
+    """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples."""
 
     def __init__(self, monitors: tuple[str, ...]) -> None:
         self._monitors = monitors
         self._patched: list[EarlyStopping] = []
         self.samples = 0
+        """Those in the metric; before the first one it is NaN, which would end the run."""
 
     def begin(self, trainer: pl.Trainer, samples: int) -> None:
         """Make the trainer's `EarlyStopping` callbacks wait."""

@@ -25,10 +25,7 @@ from lightning_sgmcmc.tensors import mean_of
 
 
 def stay_offline_without_login(loggers: Iterable[Logger]) -> None:
-    """Make W&B loggers record offline if no user is logged in and no mode was chosen.
-
-    It must be called before a logger's experiment starts, since W&B would ask for a login then.
-    """
+    """Make W&B loggers, before their experiments start, record offline if no user is logged in and no mode chosen."""
     undecided = [
         logger
         for logger in loggers
@@ -65,8 +62,7 @@ def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) ->
 
 
 def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> dict[str, Any]:
-    """Return what determines a run's draws, by name: its settings (`sampler.friction`, `schedule.num_cycles`, …), the
-    module's own arguments, the number of chains and of sampled parameters, the trainer's options, and versions."""
+    """Return what determines a run's draws, by name: its settings (`sampler.friction`, …), sizes and versions."""
     chains = chains_of(model)
     plain = {k: v for k, v in model.recorded_arguments().items() if isinstance(v, str | int | float | bool)}
     known = {name: value for name, value in settings.items() if name != "data"}

@@ -19,11 +19,7 @@ WIDE = 120
 
 
 class SamplingProgress(pl.Callback):
-    """Adds the mean NLL, the validation data's and the number of samples to any progress bar that asks `get_metrics`.
-
-    A terminal of 120 columns or more also has temperature, cycle and stage. Numbers on the device are read at most four
-    times a second, and at an epoch's last batch.
-    """
+    """Adds NLL, number of samples and, on a wide terminal, more to any progress bar that asks `get_metrics`."""
 
     def __init__(self, safeguards: Safeguards) -> None:
         self._safeguards = safeguards

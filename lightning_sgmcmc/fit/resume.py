@@ -221,9 +221,7 @@ class ExactResume(RunCallback):
             )
         self._awaits_batches = False
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._count_batch(trainer)
 
     def _count_batch(self, trainer: pl.Trainer) -> None:

@@ -384,9 +384,7 @@ class Safeguards(RunCallback):
         claims.before_update(trainer)  # where no claimant has called it
         claims.end_update()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         chains = chains_of(pl_module)
         pulse = self._pulse
         if chains.progress.sample_due:
