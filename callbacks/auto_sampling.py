@@ -364,11 +364,7 @@ class AutoSampling(WholeRunSchedule):
 
 
 class RunBudget:
-    """Sets the trainer's number of steps from a time and the speed of the run's first steps.
-
-    Args:
-        text: a number with s, m or h, such as "10m"; None leaves the trainer's length.
-    """
+    """Sets the trainer's number of steps from a time, such as "10m", and the speed of the run's first steps."""
 
     def __init__(self, text: str | None) -> None:
         found = None if text is None else re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text).strip())

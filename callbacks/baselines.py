@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback
@@ -470,11 +471,7 @@ class IterateMoments:
         """Σ(θ_i - θ̄)²."""
 
     def add(self, iterate: Mapping[str, Tensor]) -> None:
-        """Add an iterate.
-
-        Args:
-            iterate: tensors by name, the same names and shapes at every call; they are copied.
-        """
+        """Add an iterate, tensors by name, which are copied."""
         self.count += 1
         if self.count == 1:
             self.mean = {name: value.clone() for name, value in iterate.items()}
@@ -494,12 +491,7 @@ class IterateMoments:
         return {name: square / self.count for name, square in self._squares.items()}
 
     def draw(self, generator: torch.Generator, scale: float = 1.0, row: int | None = None) -> Values:
-        """Return a draw from N(θ̄, scale·Σ).
-
-        Args:
-            generator: of the moments' device.
-            row: index along the tensors' first axis, for moments of several chains; None takes them whole.
-        """
+        """Return a draw from N(θ̄, scale·Σ), of the chain `row` if the tensors have a chain axis."""
         kept, deviations = ... if row is None else row, self.deviations
         low_rank = self.rank > 0
         shares = torch.randn(len(deviations), generator=generator).tolist() if len(deviations) > 1 else []
@@ -514,20 +506,12 @@ class IterateMoments:
         return drawn
 
     def state_dict(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the state: numbers and tensors."""
-
-        def each(values: Values) -> Values:
-            return {name: gather(value) for name, value in values.items()}
-
-        moments = {"mean": each(self.mean), "squares": each(self._squares)}
-        return {"count": self.count, **moments, "deviations": [each(values) for values in self.deviations]}
+        """Return the state: numbers and tensors, each after `gather`."""
+        tensors = {"mean": self.mean, "squares": self._squares, "deviations": self.deviations}
+        return {"count": self.count} | tree_map(gather, tensors)
 
     def load_state_dict(self, state: Mapping[str, Any], own: Callable[[Tensor], Tensor]) -> None:
         """Restore from `state_dict`."""
-
-        def each(values: Values) -> Values:
-            return {name: own(value).clone() for name, value in values.items()}
-
+        parts = [state["mean"], state["squares"], state["deviations"]]
         self.count = state["count"]
-        self.mean, self._squares = each(state["mean"]), each(state["squares"])
-        self.deviations = [each(values) for values in state["deviations"]]
+        self.mean, self._squares, self.deviations = tree_map(lambda tensor: own(tensor).clone(), parts)

@@ -109,8 +109,7 @@ class BayesianModelAverage(SamplerCallback):
         if scores and cycle_weights == "harmonic":
             raise ValueError("scores needs the samples' own weights: use cycle_weights='uniform'")
         check_choice("importance_weights", importance_weights, ("sample", "final"))
-        if cycle_weights not in ("uniform", "harmonic"):
-            raise ValueError(f"cycle_weights must be 'uniform' or 'harmonic', got {cycle_weights!r}")
+        check_choice("cycle_weights", cycle_weights, ("uniform", "harmonic"))
         self.cycle_weights = cycle_weights
         self.importance_weights = importance_weights
         self.ood = OutOfDistributionData(ood)
@@ -139,9 +138,8 @@ class BayesianModelAverage(SamplerCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_finished(trainer) and not self._averages:
             return
-        self._publish(
-            sampling_module(pl_module, self), "val"
-        )  # the checkpoint's averages, if the run is already complete
+        # The checkpoint's averages, if the run is already complete.
+        self._publish(sampling_module(pl_module, self), "val")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaders = validation_loaders(trainer)
@@ -159,7 +157,8 @@ class BayesianModelAverage(SamplerCallback):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
-        self._scorer = _scorer(module)
+        compiled = runs_at_once(module.device) and is_compiled(module.chains.compiled, module.device)
+        self._scorer = Scorer(module, compiled=compiled)
         self._publish(module, "val")
         self._stopping.begin(trainer, self._count())
 
@@ -250,10 +249,11 @@ class BayesianModelAverage(SamplerCallback):
 
     def _stored_scores(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> list[StoredScores]:
         scaling = scaling_of_run(trainer, module)
-        references = [
-            self.reference if index == 0 and stage == "test" else None for index in range(len(self._averages))
+        first = self.reference if stage == "test" else None
+        return [
+            StoredScores(module.likelihood, scaling.factor, first if index == 0 else None, self.scores)
+            for index in range(len(self._averages))
         ]
-        return [StoredScores(module.likelihood, scaling.factor, reference, self.scores) for reference in references]
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
@@ -344,11 +344,6 @@ class BayesianModelAverage(SamplerCallback):
             average = LoaderAverage(self.cycle_weights, self.metrics)
             average.load_state_dict(saved)
             self._averages.append(average)
-
-
-def _scorer(module: ChainModel) -> Scorer:
-    device = module.device
-    return Scorer(module, compiled=runs_at_once(device) and is_compiled(module.chains.compiled, device))
 
 
 def _temperature(trainer: pl.Trainer, module: ChainModel, chain: int) -> float:

@@ -342,11 +342,7 @@ def warn_of_other_laws(trainer: pl.Trainer, module: ChainModel) -> None:
 
 
 def fault_of_schedule(schedule: Schedule, trajectory: int, steps: float) -> str | None:
-    """Return why a schedule does not fit trajectories, and the remedy; None if it does.
-
-    Args:
-        trajectory: K, steps of a trajectory.
-    """
+    """Return why a schedule does not fit trajectories of so many steps, and the remedy; None if it does."""
     held: Any = None
     for step in range(1, int(min(steps, MOST_STEPS)) + 1):
         lr_factor, temperature, _, temperature_factor = schedule.controls(step)

@@ -15,7 +15,7 @@ from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.logging import log_scalars
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.trainer import is_trial, log_interval, run_folder
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table
 from lightning_sgmcmc.figures.samples import segments_figure
@@ -102,8 +102,7 @@ class PosteriorDashboard(SamplerCallback):
         segment_batches: int = 8,
         for_print: bool = False,
     ) -> None:
-        if every not in ("sample", "cycle", "end"):
-            raise ValueError(f"every must be 'sample', 'cycle' or 'end', got {every!r}")
+        check_choice("every", every, ("sample", "cycle", "end"))
         if isinstance(figures, str) or not isinstance(figures, Sequence | None):
             raise ValueError(f"figures should be a list of names, got {figures!r}: write {[str(figures)]}")
         for unknown in set(figures or ()) - set(PARTS):

@@ -9,7 +9,24 @@ from lightning_sgmcmc.checks import check_count, check_positive, check_within
 
 
 @dataclass(frozen=True)
-class CyclicalPlan:
+class Cycles:
+    """Cycles of equal length in K steps; the last one is shorter where M does not divide K."""
+
+    total_steps: int
+    num_cycles: int
+
+    @property
+    def period(self) -> int:
+        """P, the number of steps in a cycle."""
+        return math.ceil(self.total_steps / self.num_cycles)
+
+    def cycle_of(self, step: int) -> int:
+        """Return the cycle of step k, from 0."""
+        return (step - 1) // self.period
+
+
+@dataclass(frozen=True)
+class CyclicalPlan(Cycles):
     """The cyclical schedule of cSG-MCMC: M cycles in K steps (Zhang et al. 2020, eq. (2) and Algorithm 1).
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
@@ -24,8 +41,6 @@ class CyclicalPlan:
     [1.0, 0.5, 0.02, 1.0]
     """
 
-    total_steps: int
-    num_cycles: int
     exploration: float
     samples_per_cycle: int
 
@@ -43,11 +58,6 @@ class CyclicalPlan:
                 )
 
     @property
-    def period(self) -> int:
-        """P, the number of steps in a cycle."""
-        return math.ceil(self.total_steps / self.num_cycles)
-
-    @property
     def _sampling_start(self) -> int:
         """The first position j in a cycle, from 0, with j/P ≥ β."""
         start = math.floor(self.exploration * self.period)  # may be one too low by rounding
@@ -55,10 +65,6 @@ class CyclicalPlan:
 
     def _length_of(self, cycle: int) -> int:
         return min(self.period, self.total_steps - cycle * self.period)
-
-    def cycle_of(self, step: int) -> int:
-        """Return the cycle of step k, from 0."""
-        return (step - 1) // self.period
 
     def lr_factor(self, step: int) -> float:
         """Return lr_k/lr_0."""
@@ -80,7 +86,7 @@ class CyclicalPlan:
 
 
 @dataclass(frozen=True)
-class AveragingPlan:
+class AveragingPlan(Cycles):
     """The schedule of SWAG: the step size falls to a constant, at which iterates are collected; in M equal cycles.
 
         lr_k = lr_0·[f + (1-f)·(cos(π·j/S) + 1)/2] for j < S,   lr_0·f for j ≥ S,   j = mod(k-1, P), S = ⌈(1-c)·P⌉
@@ -97,8 +103,6 @@ class AveragingPlan:
     [1.0, 0.75, 0.5, 0.5, 1.0]
     """
 
-    total_steps: int
-    num_cycles: int
     collection: float
     lr_factor: float
     every_n_steps: int
@@ -116,17 +120,8 @@ class AveragingPlan:
             )
 
     @property
-    def period(self) -> int:
-        """P, the number of steps in a cycle."""
-        return math.ceil(self.total_steps / self.num_cycles)
-
-    @property
     def _start(self) -> int:
         return math.ceil(round((1 - self.collection) * self.period, 9))
-
-    def cycle_of(self, step: int) -> int:
-        """Return the cycle of step k, from 0."""
-        return (step - 1) // self.period
 
     def lr_factor_of(self, step: int) -> float:
         """Return lr_k/lr_0."""

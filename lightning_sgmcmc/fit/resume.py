@@ -87,7 +87,7 @@ class ExactResume(RunCallback):
         self._chains: list[str] = []
         """Global indices of the chains of this process; ranks that share a chain draw an epoch's order alike."""
         self._streams: list[str] = []
-        """Names of the chains' random streams in this process."""
+        """Names of the chains' random streams."""
         self._device = torch.device("cpu")
         self._accumulated: dict[str, Tensor] = {}
         """State from a checkpoint between micro-batches: gradients by parameter, and the mean potential."""
@@ -143,7 +143,7 @@ class ExactResume(RunCallback):
         self._chains = [str(chain) for chain in layout.chains]
         self._device = pl_module.device
         self._has_length = math.isfinite(trainer.num_training_batches)
-        self._prepare_loaders(trainer, layout.chains if not chains.shared_batch else range(1))
+        self._prepare_loaders(trainer, chains)
         self._restore_accumulated(chains)
         chains.claims.claim("seed chain", self, self.begin_chain)
         self._reseed("epoch")
@@ -166,8 +166,9 @@ class ExactResume(RunCallback):
         """Seed the default generators before a chain's part of a step, by its index in this process."""
         reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
 
-    def _prepare_loaders(self, trainer: pl.Trainer, chains: Sequence[int]) -> None:
+    def _prepare_loaders(self, trainer: pl.Trainer, chains: Chains) -> None:
         loaders = flat_loaders(trainer.train_dataloader)
+        own = range(1) if chains.shared_batch else chains.layout.chains
         self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
         # Lightning does not load their states at an epoch's end, nor if they were requested early.
         for loader, position in zip(self._loaders, self._positions, strict=False):
@@ -175,11 +176,11 @@ class ExactResume(RunCallback):
         for loader in loaders:
             if isinstance(loader, ResumableLoader):
                 loader.adopt_seed(self._seed, self._fits)
-                loader.adopt_chains(chains)
+                loader.adopt_chains(own)
             elif isinstance(loader, torch.utils.data.DataLoader):
                 self._generators.seed_workers(loader, self._seed)
         self._note_positions()
-        self._awaits_batches = len(self._loaders) < len(loaders) and len(chains) > 1
+        self._awaits_batches = len(self._loaders) < len(loaders) and len(own) > 1
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "With a plain DataLoader, resuming is bit-exact only from checkpoints at the end of an epoch: pass a "
@@ -203,7 +204,7 @@ class ExactResume(RunCallback):
             return
         self._close_loaders()
         self._positions = []
-        self._prepare_loaders(trainer, chains.layout.chains if not chains.shared_batch else range(1))
+        self._prepare_loaders(trainer, chains)
         for loader in self._loaders:
             loader.start_at(self._batches)
         self._note_positions()
@@ -272,9 +273,8 @@ class ExactResume(RunCallback):
         reseed(derive_seed(self._seed, purpose, *names, self._batches), self._device)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
+        if stage == "fit":
+            self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
 
     def _close_loaders(self) -> None:
         for loader in self._loaders:
@@ -322,7 +322,9 @@ class ExactResume(RunCallback):
             chains_of(pl_module).seeds.resume(None, 0)
             return
         chains_of(pl_module).seeds.resume(own["run_seed"], own["fits"])
-        self._place = place_in(own)
+        check_loops(own["place"], Place().state_dict(), PLACE)
+        place = {name: own["place"][name] for name in Place().state_dict()}
+        self._place = Place(**place, begins_epoch=place["is_over"])
         if own["batches"] > 0 and own["has_length"]:
             repair_loop_counts(checkpoint["loops"]["fit_loop"], own["batches"], self._place, accumulating=bool(saved))
 
@@ -361,18 +363,13 @@ def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 @dataclass
 class Place:
-    """Where a run is, by its own counts.
-
-    Attributes:
-        epoch: index over all fits of the trainer.
-        in_epoch: batches of the epoch that the run has trained on.
-        before, steps_before: batches and optimizer steps of the trainer's earlier fits.
-    """
+    """Where a run is, by its own counts of epochs over all fits of the trainer, and of batches in the epoch."""
 
     epoch: int = 0
     in_epoch: int = 0
     is_over: bool = False
     before: int = 0
+    """Batches of the trainer's earlier fits."""
     steps_before: int = 0
     begins_epoch: bool = True
 
@@ -391,13 +388,6 @@ class Place:
     def state_dict(self) -> dict[str, int | bool]:
         """Return the place as plain data."""
         return {name: value for name, value in asdict(self).items() if name != "begins_epoch"}
-
-
-def place_in(saved: dict[str, Any]) -> Place:
-    """Return the place that a checkpoint's `ExactResume` has kept."""
-    check_loops(saved["place"], Place().state_dict(), PLACE)
-    own = {name: saved["place"][name] for name in Place().state_dict()}
-    return Place(**own, begins_epoch=own["is_over"])
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, accumulating: bool) -> None:

@@ -66,11 +66,7 @@ def take_centers(chains: Chains) -> None:
 
 
 class PriorScales:
-    """Draws the scales of a hierarchical prior after every n-th update of the sampler, for each chain of this process.
-
-    A draw's numbers depend on (seed, chain, step) alone, so they are drawn on the host and the device is not waited
-    for.
-    """
+    """Draws the scales of a hierarchical prior after every n-th update, as functions of (seed, chain, step)."""
 
     def __init__(self, prior: HierarchicalPrior, chains: Chains, sampler: Sampler) -> None:
         self._prior = prior
@@ -400,22 +396,18 @@ class Safeguards(RunCallback):
         """Pass the samples of a step to every callback that has a hook for them, and to the module."""
         assert self._guard is not None
         assert self._sampler is not None
-        receivers = (*callbacks_of(trainer), pl_module)
+        receivers, of_module = callbacks_of(trainer), getattr(pl_module, "on_posterior_sample", None)
+        together = [h for c in receivers if (h := getattr(c, "on_posterior_samples", None)) is not None]
+        singly = [h for c in receivers if (h := getattr(c, "on_posterior_sample", None)) is not None]
         for drawing in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
-            for receiver in receivers[:-1]:
-                begin = getattr(receiver, "on_posterior_samples", None)
-                if begin is not None:
-                    begin(trainer, pl_module, drawing)
+            for hook in together:
+                hook(trainer, pl_module, drawing)
             for sample in drawing.samples:
                 self.samples += 1
-                for receiver in receivers:
-                    hook = getattr(receiver, "on_posterior_sample", None)
-                    if hook is None:
-                        continue
-                    if receiver is pl_module:
-                        hook(sample)
-                    else:
-                        hook(trainer, pl_module, sample)
+                for hook in singly:
+                    hook(trainer, pl_module, sample)
+                if of_module is not None:
+                    of_module(sample)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
@@ -466,10 +458,7 @@ class Safeguards(RunCallback):
         self._watch = None
 
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave trainer, process and module as plain Lightning does, however the fit ends; a second call does nothing.
-
-        The module drops the trainer, so that it can be copied and pickled.
-        """
+        """Leave trainer, process and module as plain Lightning does; a second call does nothing."""
         restore(trainer)
         self._interruption.end()
         if self._sampler is not None:

@@ -32,16 +32,14 @@ TOLERANCE = 1e-3
 
 
 def fingerprint(loader: Any) -> dict[str, Any]:
-    """Return the length of a loader's data set and, if known, one number for each part of a few of its data.
-
-    Data sets that only workers read may hold files that must not be opened before, so their data are not read.
-    """
+    """Return the length of a loader's data set and, if known, one number for each part of a few of its data."""
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, ResumableLoader | DataLoader) or not hasattr(dataset, "__len__"):
         return {"length": None, "numbers": []}
     length = len(dataset)  # type: ignore[arg-type]
     indices = sorted({round(place * (length - 1) / (ITEMS - 1)) for place in range(ITEMS)}) if length else []
     in_memory = hasattr(dataset, "whole_batch") or hasattr(dataset, "tensors")
+    # A data set that only workers read may hold files that must not be opened before.
     if not indices or not (in_memory or loader.num_workers == 0):
         return {"length": length, "numbers": []}
     device = getattr(dataset, "device", None)
@@ -62,11 +60,6 @@ def is_same_data(first: dict[str, Any], second: dict[str, Any]) -> bool:
         return True
     close = (math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE) for a, b in zip(one, other, strict=False))
     return len(one) == len(other) and all(close)
-
-
-def is_divided(loader: Any) -> bool:
-    """Return whether ranks divide one data set, so that all should have the same."""
-    return isinstance(loader, ResumableLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
 def _numbers(dataset: Any, indices: Sequence[int], device: Any) -> list[float]:
@@ -159,21 +152,16 @@ def is_allowed(name: str, allow: Iterable[str]) -> bool:
 
 
 def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
-    """Return rank zero's settings. Raise unless all ranks have the same N, the same data where they divide a data set,
-    and the same kind of device where they share a chain.
-    """
+    """Return rank zero's settings; raise unless ranks agree on N, on divided data, and on a shared chain's device."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return settings
     everyone: list[Any] = [None] * trainer.world_size
-    own = (
-        settings,
-        is_divided(trainer.train_dataloader),
-        f"{device_text(trainer.strategy.root_device)} (torch {torch.__version__})",
-    )
-    torch.distributed.all_gather_object(everyone, own)
-    first, divided, _ = everyone[0]
-    _check_devices([device for *_, device in everyone], layout_of(trainer, 1).ranks_per_chain)
-    for rank, (other, *_) in enumerate(everyone):
+    device = f"{device_text(trainer.strategy.root_device)} (torch {torch.__version__})"
+    torch.distributed.all_gather_object(everyone, (settings, device))
+    first, loader = everyone[0][0], trainer.train_dataloader
+    divided = isinstance(loader, ResumableLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    _check_devices([device for _, device in everyone], layout_of(trainer, 1).ranks_per_chain)
+    for rank, (other, _) in enumerate(everyone):
         if other["num_data"] != first["num_data"]:
             raise ValueError(
                 f"rank {rank} has {other['num_data']} training data and rank 0 has {first['num_data']}, so they would "
