@@ -4,6 +4,7 @@ import io
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,65 @@ def describe_checkpoint(trainer: pl.Trainer) -> str:
     """Return a clause that names the checkpoint to resume from, for error messages."""
     path = last_good_checkpoint(trainer)
     return f"the last good checkpoint is {path}" if path is not None else "there is no checkpoint to resume from"
+
+
+# -- loop counts -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RunPlace:
+    """Where a run is, by its own counts of epochs over all fits of the trainer, and of batches in the epoch."""
+
+    epoch: int = 0
+    in_epoch: int = 0
+    is_over: bool = False
+    before: int = 0
+    """Batches of the trainer's earlier fits."""
+    steps_before: int = 0
+    begins_epoch: bool = True
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> "RunPlace":
+        """Return the place that a checkpoint has kept."""
+        check_loops(saved, cls().state_dict(), PLACE)
+        own = {name: saved[name] for name in cls().state_dict()}
+        return cls(**own, begins_epoch=own["is_over"])
+
+    def count(self, trainer: pl.Trainer) -> None:
+        """Count a batch that has ended; the first of an epoch begins it."""
+        if self.begins_epoch:
+            self.epoch, self.in_epoch, self.begins_epoch = trainer.current_epoch, 0, False
+        self.in_epoch += 1
+        self.is_over = trainer.is_last_batch
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """End an epoch that a callback has cut short; a run that ends in mid-epoch may go on there."""
+        by_steps = 0 <= trainer.max_steps <= trainer.global_step
+        self.is_over = self.is_over or not (by_steps or trainer.should_stop)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return the place as plain data."""
+        return {name: value for name, value in asdict(self).items() if name != "begins_epoch"}
+
+
+def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: RunPlace, accumulating: bool) -> None:
+    """Set the counts of a saved fit loop, in place, as if the run had never stopped at the end of its last batch."""
+    total, over = place.before + batches, place.is_over
+    # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.
+    pending = int(not over)
+    within, epochs = (0, place.epoch + 1) if over else (place.in_epoch, place.epoch)
+    progress = fit_loop["epoch_loop.batch_progress"]
+    _set_counts(progress, "total", begun=total, processed=total, ended=total - pending)
+    _set_counts(progress, "current", begun=within, processed=within, ended=within - pending)
+    progress["is_last_batch"] = False
+    for count in ("total", "current"):
+        _set_counts(fit_loop["epoch_progress"], count, begun=epochs + pending, processed=epochs, ended=epochs)
+    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating or over else steps - 1
+
+
+def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
+    progress[count].update(ready=begun, started=begun, processed=processed, completed=ended)
 
 
 # -- generators --------------------------------------------------------------------------------------------------------

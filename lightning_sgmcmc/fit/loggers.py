@@ -15,7 +15,6 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.logging import log_values
 from lightning_sgmcmc.chains.trainer import callbacks_of
 from lightning_sgmcmc.fit.results import versions
-from lightning_sgmcmc.fit.settings import Settings
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
@@ -55,13 +54,13 @@ def _logged_in() -> bool:
 # -- hyperparameters ---------------------------------------------------------------------------------------------------
 
 
-def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> None:
+def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: dict[str, Any]) -> None:
     """Write a run's settings to every logger, as `run.…`, once its sampler, N and seed are known."""
     if trainer.loggers:
         log_values(trainer, "run", hyperparameters_of(trainer, model, settings))
 
 
-def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> dict[str, Any]:
+def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Return what determines a run's draws, by name: its settings (`sampler.friction`, …), sizes and versions."""
     chains = chains_of(model)
     plain = {k: v for k, v in model.recorded_arguments().items() if isinstance(v, str | int | float | bool)}
