@@ -83,36 +83,28 @@ class DeepEnsemble(WholeRunSchedule):
         self.warm_up = warm_up
         self._total = 0
         self._optimizers: ChainOptimizers | None = None
-        self._saved_optimizers: list[Any] | None = None
-        """Optimizers' states of all chains, of a checkpoint."""
 
     @property
     def sets_lr(self) -> bool:  # type: ignore[override]
         return self.lr_decay == "cosine" or self.warm_up > 0
 
-    def reset(self) -> None:
-        super().reset()
-        self._saved_optimizers = None
-
     def lay_out(self, length: RunLength) -> None:
         self._total = self.steps_of(length)
 
-    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        chains = module.chains
-        members = chains.layout.total_chains
-        if members > 1 and chains.start == "same" and chains.shared_batch:
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        members, start = run.layout.total_chains, run.chains.start
+        if members > 1 and start == "same" and run.chains.shared_batch:
             raise ValueError(
                 f"the {members} members of this DeepEnsemble would be equal, because chain_start='same' and "
                 "shared_batch=True give them one start and one data order: omit one of the two"
             )
-        super().plan(trainer, module)
+        super().begin(run, saved)
         if self.optimizer is not None:
-            self._begin_optimizers(trainer, module)
+            self._begin_optimizers(run, self.optimizer, None if saved is None else saved.get("optimizers"))
 
-    def _begin_optimizers(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        """Let torch's optimizers make the steps instead of the sampler."""
-        assert self.optimizer is not None
-        name, sampler, decay = name_of(self.optimizer), module.sampler, chosen_decay(self.optimizer)
+    def _begin_optimizers(self, run: Run, factory: Callable[..., Optimizer], saved: list[Any] | None) -> None:
+        """Let torch's optimizers, whose states a checkpoint has for all chains, make the steps."""
+        module, sampler, name, decay = run.module, run.sampler, name_of(factory), chosen_decay(factory)
         lr = sampler.param_groups[0]["initial_lr"]
         if len(sampler.param_groups) > 1 or not isinstance(lr, int | float):
             raise ValueError(f"DeepEnsemble(optimizer={name}) needs one step size, got lr={module.lr}: pass one number")
@@ -121,20 +113,18 @@ class DeepEnsemble(WholeRunSchedule):
                 f"weight_decay={decay:g} of DeepEnsemble's {name} would act beside prior={module.prior!r}, which is in "
                 "the loss: pass prior=FlatPrior() to the module, or omit weight_decay"
             )
-        first = next(iter(instances_of(trainer, FirstStage)), None)
+        first = next(iter(instances_of(run.trainer, FirstStage)), None)
         if first is not None:
             raise ValueError(
                 f"DeepEnsemble(optimizer={name}) optimizes the whole run, and {type(first).__name__} its beginning: "
                 "remove one of the two"
             )
         parameters = [p for group in sampler.param_groups for p in group["params"]]
-        factory = self.optimizer
         self._optimizers = ChainOptimizers(
             parameters, module.num_chains, lambda own: make_optimizer(factory, own, float(lr), decay)
         )
-        if self._saved_optimizers is not None:
-            for chain, index in enumerate(module.chains.layout.chains):
-                self._optimizers.load_state_dict(chain, self._saved_optimizers[index])
+        for chain, index in enumerate(run.layout.chains) if saved is not None else ():
+            self._optimizers.load_state_dict(chain, saved[index])
         sampler.stand_in = self._update
 
     def _update(self) -> None:
@@ -166,12 +156,6 @@ class DeepEnsemble(WholeRunSchedule):
 
     def draws(self, step: int) -> bool:
         return step == self._total
-
-    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
-        if saved is not None:
-            self._saved_optimizers = saved.get("optimizers")
-        super().begin(run, saved)
-        self._saved_optimizers = None
 
     def end(self) -> None:
         self.run.sampler.stand_in = self._optimizers = None

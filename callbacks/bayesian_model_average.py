@@ -288,10 +288,12 @@ class BayesianModelAverage(SamplerCallback):
         scaling = scaling_of_run(trainer, module)
         log_likelihood = scores.log_likelihood
         if self.cycle_weights == "harmonic":
-            log_likelihood /= _temperature(trainer, module, sample.chain)
+            temperature = target_of(trainer, module)
+            own = temperature[sample.chain] if isinstance(temperature, tuple) else temperature
+            log_likelihood /= float(own) or 1.0  # at 0 no density is sampled
         with undisturbed(trainer, module):
-            for index, (average, own) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
-                average.add(module, sample, own, scaling, log_likelihood, scores.ood if index == 0 else {})
+            for index, (average, found) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
+                average.add(module, sample, found, scaling, log_likelihood, scores.ood if index == 0 else {})
 
     def _publish(self, module: ChainModel, stage: str) -> None:
         if self._averages:
@@ -300,14 +302,13 @@ class BayesianModelAverage(SamplerCallback):
     def _metrics(self, stage: str) -> dict[str, float]:
         metrics = {}
         for average, suffix in zip(self._averages, self._suffixes, strict=True):
-            for kind, values in (("bma", average.evaluation.bma), ("single", average.evaluation.single)):
+            evaluation = average.evaluation
+            for kind, values in (("bma", evaluation.bma), ("single", evaluation.single)):
                 metrics.update({f"{stage}/{kind}_{name}{suffix}": value for name, value in values.items()})
-            efficiency = average.evaluation.weight_efficiency
-            if efficiency is not None:
-                metrics[f"{stage}/weight_efficiency{suffix}"] = efficiency
-            disagreement = average.evaluation.chains.disagreement
-            if math.isfinite(disagreement):
-                metrics[f"{stage}/chain_disagreement{suffix}"] = disagreement
+            if evaluation.weight_efficiency is not None:
+                metrics[f"{stage}/weight_efficiency{suffix}"] = evaluation.weight_efficiency
+            if math.isfinite(evaluation.chains.disagreement):
+                metrics[f"{stage}/chain_disagreement{suffix}"] = evaluation.chains.disagreement
         return metrics
 
     @property
@@ -344,12 +345,6 @@ class BayesianModelAverage(SamplerCallback):
             average = LoaderAverage(self.cycle_weights, self.metrics)
             average.load_state_dict(saved)
             self._averages.append(average)
-
-
-def _temperature(trainer: pl.Trainer, module: ChainModel, chain: int) -> float:
-    """Return the temperature of a chain's samples, 1 instead of 0, at which no density is sampled."""
-    temperature = target_of(trainer, module)
-    return float(temperature[chain] if isinstance(temperature, tuple) else temperature) or 1.0
 
 
 def validation_loaders(trainer: pl.Trainer) -> list[Any]:

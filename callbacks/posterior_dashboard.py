@@ -196,8 +196,7 @@ class PosteriorDashboard(SamplerCallback):
         if drawing is not None and sample is drawing.samples[-1]:
             self._drawing = None
         self.history.add_sample(sample, parameters if trainer.is_global_zero else None)
-        self._sample_step = trainer.global_step
-        count = self.history.samples.seen
+        self._sample_step, count = trainer.global_step, self.history.samples.seen
         scalars: dict[str, float] = {"samples/count": count}
         if self.history.has_weights:
             scalars["samples/weight_efficiency"] = self.history.weight_efficiency
@@ -227,15 +226,10 @@ class PosteriorDashboard(SamplerCallback):
         module = sampling_module(pl_module, self)
         self._folder = _folder(trainer)
         if not self.history.samples.seen and module.posterior is not None and trainer.is_global_zero:
-            self._read_samples(module)
+            for index, record in enumerate(module.posterior.records):  # of an earlier process's fit
+                wanted = self.history.takes_sketch
+                self.history.add_sample(record, module.posterior[index].parameters if wanted else {})
         self._draw(trainer, module, "test", trainer.global_step, self.for_print)
-
-    def _read_samples(self, module: ChainModel) -> None:
-        """Add the samples of an earlier process's fit to the history."""
-        assert module.posterior is not None
-        for index, record in enumerate(module.posterior.records):
-            wanted = self.history.takes_sketch
-            self.history.add_sample(record, module.posterior[index].parameters if wanted else {})
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

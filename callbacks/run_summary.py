@@ -102,7 +102,7 @@ class RunSummary(SamplerCallback):
             write_results(folder, results, _markdown(rows))
             self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
         efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
-        named = what if count != 1 else _one(what)
+        named = what if count != 1 else re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
         counted = f"{count} {named}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
         trial = " (fast_dev_run: hardly trained)" if is_trial(trainer) else ""
         _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}" + trial, folder)
@@ -180,11 +180,6 @@ def _called(trainer: pl.Trainer, module: ChainModel, claim: Claim) -> str:
     if is_optimization(trainer, module):
         return OPTIMIZED
     return "samples of a cold ensemble" if claim.kind == COLD else "posterior samples"
-
-
-def _one(what: str) -> str:
-    """Return the singular of what the table calls the samples."""
-    return re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

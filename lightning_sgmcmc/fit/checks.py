@@ -324,20 +324,17 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
             "gradient was not finite; use a smaller lr (`sgmcmc tune` finds one), clip the gradients, or use "
             "precision='bf16-mixed' instead of '16-mixed'"
         )
-    stopper = next((reason for c in callbacks_of(trainer) if (reason := _why_stopped(c))), "it stopped")
+    stopper = "it stopped"
+    if any((timer.time_remaining() or 0) < 0 for timer in instances_of(trainer, Timer)):
+        stopper = "the Timer (max_time) ended it"
+    for early in instances_of(trainer, EarlyStopping):
+        if early.stopped_epoch or early.wait_count >= early.patience:
+            stopper = f"EarlyStopping(monitor={early.monitor!r}) ended it"
     first = "" if progress.first_sample is None else f" after step {progress.first_sample}"
     return (
         f"{stopper} after step {trainer.global_step}, and {progress.schedule} draws the first one{first}; let the run "
         "last longer, or make the cycles or the burn-in shorter"
     )
-
-
-def _why_stopped(callback: Any) -> str:
-    if isinstance(callback, EarlyStopping) and (callback.stopped_epoch or callback.wait_count >= callback.patience):
-        return f"EarlyStopping(monitor={callback.monitor!r}) ended it"
-    if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
-        return "the Timer (max_time) ended it"
-    return ""
 
 
 # -- streams, and data that grow ---------------------------------------------------------------------------------------

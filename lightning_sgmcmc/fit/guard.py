@@ -240,23 +240,17 @@ class EnergyGuard:
             return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
         if not all(bool(t.isfinite().all()) for t in tensors_in(self._batch) if t.is_floating_point()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
-        if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:
-            return fault, "correct the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
+            try:
+                check_batch(self._model, self._chains.stacked, self._batch)
+            except ValueError as error:  # the likelihood says what is wrong with the targets
+                return str(error), "correct the data, or pass nonfinite_energy='skip'"
             value = _first_bad(potential)[1] * self._chains.observed.num_data
             return f"the energy is {value}", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
         named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
         name = first_not_finite(named)
         where = f"the gradient of '{name}'" if name is not None else "another rank's energy"
         return f"{where} is not finite", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
-
-    def _fault_of_targets(self) -> str | None:
-        """Return what is wrong with the batch's targets, by the likelihood, or None."""
-        try:
-            check_batch(self._model, self._chains.stacked, self._batch)
-        except ValueError as error:
-            return str(error)
-        return None
 
     def _error(self, potential: Tensor, cause: str, advice: str = "keep the weights in range") -> NonFiniteEnergyError:
         step = self._sampler.step_count + 1
