@@ -65,7 +65,7 @@ SHARE = 0.8
 """Of the time, for steps; draws are evaluated and written in the rest."""
 
 
-class AutoSampling(WholeRunSchedule):
+class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     """Samples without a setting by hand: it chooses prior scale, step sizes, temperature, schedule and weights.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
@@ -149,7 +149,6 @@ class AutoSampling(WholeRunSchedule):
     def reset(self) -> None:
         super().reset()
         self._budget.reset()
-        self._stages: WarmUpAndDecay | None = None
         self._densities: dict[tuple[int, int], Tensor] = {}
         """log p(y_i) of the validation data under each draw, by step and chain."""
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
@@ -185,9 +184,8 @@ class AutoSampling(WholeRunSchedule):
         # A learned noise scale, log std, is no weight.
         return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
 
-    def lay_out(self, length: RunLength) -> None:
-        total = self._budget.steps or self.steps_of(length)
-        self._stages = WarmUpAndDecay(total, self.warm_up, 1 if length.is_trial else self.num_draws)
+    def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
+        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, 1 if length.is_trial else self.num_draws)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
@@ -205,26 +203,20 @@ class AutoSampling(WholeRunSchedule):
                 "validation data"
             )
 
-    @property
-    def stages(self) -> WarmUpAndDecay:
-        """The stages over the run's length."""
-        assert self._stages is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
-        return self._stages
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @property
     def first_sample(self) -> int:
-        return self.stages.draw_steps[0]
+        return self.laid_out.draw_steps[0]
 
     def controls(self, step: int) -> StepControls:
-        stages = self.stages
+        stages = self.laid_out
         if stages.is_warm_up(step):
             return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
         return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
 
     def draws(self, step: int) -> bool:
-        return self.stages.draws(step)
+        return self.laid_out.draws(step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step):
@@ -268,7 +260,7 @@ class AutoSampling(WholeRunSchedule):
         if not at_end_of_block or self.objective != "nll":
             return
         block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
-        if count >= LAST_CHANGE * len(self.stages.draw_steps) or target is None or module.likelihood is None:
+        if count >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None or module.likelihood is None:
             return
         factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
         if factor is not None:
@@ -339,7 +331,7 @@ class AutoSampling(WholeRunSchedule):
             where = f"; {folder / CHOICES} repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
         prior = f"prior std {final}" if chose_prior else "the module's prior"
-        draws = len(self.chosen) * len(self.stages.draw_steps)
+        draws = len(self.chosen) * len(self.laid_out.draw_steps)
         rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {draws} draws{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ WITHOUT_MASK = (nn.MultiheadAttention, nn.RNNBase)
 """Layers with dropout of their own, which has no mask."""
 
 
-class DeepEnsemble(WholeRunSchedule):
+class DeepEnsemble(WholeRunSchedule[int]):
     """Trains every chain by optimization, at temperature 0, and takes its last state as one member of the ensemble.
 
         lr_k = lr_0/2·[cos(π·(k-1)/K) + 1]·min(1, k/W),   K the run's optimizer steps, W = ⌈warm_up·K⌉
@@ -81,15 +81,14 @@ class DeepEnsemble(WholeRunSchedule):
         self.lr_decay = lr_decay
         self.optimizer = optimizer
         self.warm_up = warm_up
-        self._total = 0
         self._optimizers: ChainOptimizers | None = None
 
     @property
     def sets_lr(self) -> bool:  # type: ignore[override]
         return self.lr_decay == "cosine" or self.warm_up > 0
 
-    def lay_out(self, length: RunLength) -> None:
-        self._total = self.steps_of(length)
+    def plan_over(self, steps: int, length: RunLength) -> int:
+        return steps
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         members, start = run.layout.total_chains, run.chains.start
@@ -146,16 +145,17 @@ class DeepEnsemble(WholeRunSchedule):
 
     @property
     def first_sample(self) -> int:
-        return self._total
+        return self.laid_out
 
     def controls(self, step: int) -> StepControls:
-        factor = cyclical_lr_factor(step, self._total) if self.lr_decay == "cosine" else 1.0
+        total = self.laid_out
+        factor = cyclical_lr_factor(step, total) if self.lr_decay == "cosine" else 1.0
         if self.warm_up:
-            factor *= min(1.0, step / math.ceil(self.warm_up * self._total))
-        return StepControls(factor, 0.0, Stage.SAMPLING if step == self._total else Stage.EXPLORATION)
+            factor *= min(1.0, step / math.ceil(self.warm_up * total))
+        return StepControls(factor, 0.0, Stage.SAMPLING if step == total else Stage.EXPLORATION)
 
     def draws(self, step: int) -> bool:
-        return step == self._total
+        return step == self.laid_out
 
     def end(self) -> None:
         self.run.sampler.stand_in = self._optimizers = None
@@ -168,7 +168,7 @@ class DeepEnsemble(WholeRunSchedule):
         return state | {"optimizers": self.run.layout.collect(own)}
 
 
-class SWAG(WholeRunSchedule):
+class SWAG(WholeRunSchedule[AveragingPlan]):
     """Fits a Gaussian to the iterates of each chain at a constant step size, and draws networks from it.
 
         θ = θ̄ + √(s/2)·Σ_diag^½·z₁ + √(s/(2·(K-1)))·D·z₂,   z₁, z₂ ~ N(0, I)
@@ -246,7 +246,6 @@ class SWAG(WholeRunSchedule):
     def reset(self) -> None:
         super().reset()
         self.moments.clear()
-        self._plan: AveragingPlan | None = None
         self._cycle = 0
 
     # -- before a run -------------------------------------------------------------------------------------------------
@@ -258,10 +257,9 @@ class SWAG(WholeRunSchedule):
                 "plain network, without expand"
             )
 
-    def lay_out(self, length: RunLength) -> None:
-        total = self.steps_of(length)
-        self._plan = AveragingPlan(
-            total_steps=total,
+    def plan_over(self, steps: int, length: RunLength) -> AveragingPlan:
+        return AveragingPlan(
+            total_steps=steps,
             num_cycles=1 if length.is_trial else self.num_cycles,
             collection=1.0 if length.is_trial else self.collection,
             lr_factor=self.lr_factor,
@@ -295,12 +293,6 @@ class SWAG(WholeRunSchedule):
         """Say nothing: the callback's name says what its draws are."""
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    @property
-    def laid_out(self) -> AveragingPlan:
-        """The cycles over the run's length."""
-        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
-        return self._plan
 
     @property
     def first_sample(self) -> int:

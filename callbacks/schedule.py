@@ -1,7 +1,7 @@
 """Schedules: when to draw samples, and with which controls."""
 
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -141,30 +141,43 @@ class SamplingSchedule(Schedule):
         return step > self._burn_in and (step - self._burn_in) % self._every == 0
 
 
-class WholeRunSchedule(Schedule):
+Plan = TypeVar("Plan")
+
+
+class WholeRunSchedule(Schedule, Generic[Plan]):
     """A schedule that is laid out over the whole run, whose number of steps its checkpoints remember."""
 
     plans_whole_run = True
+    _plan: Plan | None = None
     total_steps: int | None = None
     """Optimizer steps of the checkpoint's run, and then of the fit."""
 
     def reset(self) -> None:
         super().reset()
-        self.total_steps = None
+        self.total_steps = self._plan = None
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
             self.total_steps = saved["total_steps"]
         super().begin(run, saved)
 
-    def steps_of(self, length: RunLength) -> int:
-        """Return the schedule's number of steps."""
+    def plan_over(self, steps: int, length: RunLength) -> Plan:
+        """Return what is done in which of the schedule's steps, 1 to `steps`."""
+        raise NotImplementedError
+
+    @property
+    def laid_out(self) -> Plan:
+        """The plan over the run's length."""
+        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
+        return self._plan
+
+    def lay_out(self, length: RunLength) -> None:
         if not math.isfinite(length.steps):
             raise ValueError(
                 f"{type(self).__name__} needs a run with an end: set the trainer's max_steps, or max_epochs and a "
                 "loader that has a length"
             )
-        return int(length.steps)
+        self._plan = self.plan_over(int(length.steps), length)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Lay the schedule out; warn if the run may end early, or if its length is not the checkpoint's."""
@@ -193,7 +206,7 @@ class WholeRunSchedule(Schedule):
         return super().state() | {"total_steps": self.total_steps}
 
 
-class CyclicalSchedule(WholeRunSchedule):
+class CyclicalSchedule(WholeRunSchedule[CyclicalPlan]):
     """Cycles of exploration and sampling with a cosine step size (cSGLD, cSGHMC; any sampler).
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, ⌈K/M⌉)/⌈K/M⌉
@@ -234,26 +247,17 @@ class CyclicalSchedule(WholeRunSchedule):
         self.exploration = exploration
         self.samples_per_cycle = samples_per_cycle
         self.temperature = temperature
-        self._plan: CyclicalPlan | None = None
         self._sample_steps: frozenset[int] = frozenset()
 
-    def lay_out(self, length: RunLength) -> None:
-        total = self.steps_of(length)
-        if length.is_trial:
-            self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
-        else:
-            self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
-        self._sample_steps = frozenset(self._plan.sample_steps())
+    def plan_over(self, steps: int, length: RunLength) -> CyclicalPlan:
+        own = (self.num_cycles, self.exploration, self.samples_per_cycle)
+        plan = CyclicalPlan(steps, *(own if not length.is_trial else (1, 0.0, 1)))
+        self._sample_steps = frozenset(plan.sample_steps())
+        return plan
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().plan(trainer, module)
         module.chains.progress.num_cycles = self.laid_out.num_cycles
-
-    @property
-    def laid_out(self) -> CyclicalPlan:
-        """The cycles over the run's length."""
-        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
-        return self._plan
 
     @property
     def first_sample(self) -> int:

@@ -39,23 +39,20 @@ from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
-MEDDLING: dict[str, str] = {
-    "StochasticWeightAveraging": "averages weights and sets the step size, so the chain samples nothing",
-    "WeightAveraging": "evaluates averaged weights, whereas a posterior averages predictions",
-    "EMAWeightAveraging": "evaluates averaged weights, whereas a posterior averages predictions",
-    "BaseFinetuning": "freezes and unfreezes parameters during the run, so the chain's state space changes",
-    "ModelPruning": "sets weights to zero during the run, so the chain samples nothing",
-}
-
 TARGETS = {"regression": "numbers", "classes": "classes", "counts": "counts"}
 
-SEARCHING: dict[str, str] = {
+REFUSED: dict[str, str] = {
+    "StochasticWeightAveraging": "{} averages weights and sets the step size, so the chain samples nothing: remove it",
+    "WeightAveraging": "{} evaluates averaged weights, whereas a posterior averages predictions: remove it",
+    "BaseFinetuning": "{} freezes and unfreezes parameters during the run, so the chain's state space changes: "
+    "remove it",
+    "ModelPruning": "{} sets weights to zero during the run, so the chain samples nothing: remove it",
     "LearningRateFinder": "LearningRateFinder (Tuner.lr_find) ranks step sizes by how fast they optimize, not by "
     "whether they sample the posterior: use lightning_sgmcmc.tune.propose_lr(module, datamodule=…)",
     "BatchSizeFinder": "BatchSizeFinder (Tuner.scale_batch_size) trains without the run's callbacks, so no energy is "
     "computed, and the batch size sets the noise of the gradients: pass batch_size to the datamodule",
 }
-"""Lightning's searches that a sampling run refuses, with the whole sentence."""
+"""Lightning's callbacks that a sampling run refuses, and why; a newer Lightning has more of them than an older one."""
 
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -135,13 +132,10 @@ def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    for name, reason in MEDDLING.items():
-        kind = getattr(lightning_callbacks, name, None)  # a newer Lightning has more of them
+    for name, reason in REFUSED.items():
+        kind = getattr(lightning_callbacks, name, None)
         for callback in instances_of(trainer, kind) if kind is not None else ():
-            raise ValueError(f"{type(callback).__name__} {reason}: remove it")
-    for name, sentence in SEARCHING.items():
-        if instances_of(trainer, getattr(lightning_callbacks, name)):
-            raise ValueError(sentence)
+            raise ValueError(reason.format(type(callback).__name__))
     if any(monitor.log_weight_decay for monitor in instances_of(trainer, LearningRateMonitor)):
         raise ValueError(
             "LearningRateMonitor(log_weight_decay=True) needs an optimizer with a weight decay, and a sampler has "
