@@ -21,8 +21,7 @@ from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.fit.checks import warn_of_other_loss
-from lightning_sgmcmc.fit.loggers import stay_offline_without_login
-from lightning_sgmcmc.fit.progress_bar import SamplingProgress
+from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.health.report import HealthReport
