@@ -49,15 +49,12 @@ class BayesianModelAverage(SamplerCallback):
     Each sample is evaluated once, when it is drawn, on the validation data. The callback stores the running weighted
     average of probabilities (in regression, of densities and moments), not the samples; checkpoints have it too.
     `trainer.test` and `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as
-    `val/bma_…`,
-    `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy for
-    classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
-    the fit's datamodule has a `target_std`: the store has them, for loaders in a new program too.
-    Several targets with a scaling each have an `rmse_<target>` each; `rmse` and `nll` are over all of them. If the
-    samples' importance weights differ, `val/weight_efficiency` is (Σw)²/(S·Σw²), a share in (0, 1].
-
-    Before the first sample these metrics are NaN. `EarlyStopping` on one of them waits for the first sample, and its
-    patience counts the checks with new samples.
+    `val/bma_…`, `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy
+    for classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units
+    if the fit's datamodule has a `target_std`, which the store keeps. Several targets with a scaling each have an
+    `rmse_<target>` each; `rmse` and `nll` are over all of them. If the samples' importance weights differ,
+    `val/weight_efficiency` is (Σw)²/(S·Σw²), a share in (0, 1]. Before the first sample these metrics are NaN;
+    `EarlyStopping` on one of them waits for it, and its patience counts the checks with new samples.
 
     For each out-of-distribution set (classification only) it adds `ood_<name>_auroc`, for separating its inputs from
     the evaluation data by predictive entropy; `ood_<name>_entropy`, the mean predictive entropy in nats; and
@@ -210,12 +207,7 @@ class BayesianModelAverage(SamplerCallback):
             pl_module.log_dict(self._metrics("val"), sync_dist=True, add_dataloader_idx=False)
 
     def evaluate_stored(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> None:
-        """Evaluate the stored samples with their present weights, instead of those seen so far.
-
-        Args:
-            trainer: the run's.
-            module: the run's, with a posterior.
-            stage: "test", or "val" for the validation data.
+        """Evaluate the stored samples with their present weights on the data of a stage, "test" or "val".
 
         Raises:
             RuntimeError: if there are no samples.

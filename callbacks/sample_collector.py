@@ -40,10 +40,10 @@ class SampleCollector(SamplerCallback):
 
     On disk, every sample is complete and safe before the next step (see `DiskStore`); on CUDA a thread writes it while
     the device continues, and it is safe before the next checkpoint, and before anything in this process reads the
-    samples. A new fit moves samples that are
-    already in its folder aside (`samples-1`, `samples-2`, …). A fit from a checkpoint continues with them, except those
-    drawn after the checkpoint, which it moves aside. It takes the samples beside the checkpoint, if there are any, so
-    a copied or moved run uses its own. During a fit no other process can write to the folder.
+    samples. A new fit moves samples that are already in its folder aside (`samples-1`, `samples-2`, …). A fit from a
+    checkpoint continues with them, except those drawn after the checkpoint, which it moves aside. It takes the samples
+    beside the checkpoint, if there are any, so a copied or moved run uses its own. During a fit no other process can
+    write to the folder.
 
     Args:
         dirpath: folder of the store; None uses `samples` in the run's folder; in `trainer.test` and

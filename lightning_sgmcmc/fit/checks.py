@@ -143,7 +143,20 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
         )
 
 
-def check_step_size(sampler: Sampler) -> None:
+def check_start(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> None:
+    """Warn about data, step sizes and samplers with which a fit does other than it seems to; called when it starts."""
+    _check_data(trainer)
+    _check_own_prior(module)
+    _check_step_size(sampler)
+    if is_trial(trainer):
+        return
+    _check_thermostat(trainer, sampler)
+    if not is_probe(trainer):
+        _check_schedulers(trainer, sampler)
+        _check_tested(trainer, sampler)
+
+
+def _check_step_size(sampler: Sampler) -> None:
     """Warn if no chain can move, or if some parameters cannot."""
     still = [group for group in sampler.param_groups if float(torch.as_tensor(group["lr"]).max()) == 0]
     if still:
@@ -151,10 +164,9 @@ def check_step_size(sampler: Sampler) -> None:
         rank_zero_warn(f"lr=0: {which}, so its samples all equal its start: pass a positive lr.")
 
 
-def check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
-    """Warn if a scheduler of torch changes the step size of a chain that samples; called when training starts."""
-    is_noisy = any(map(sampler.is_noisy, sampler.param_groups))
-    if trainer.lr_scheduler_configs and is_noisy and not is_trial(trainer) and not is_probe(trainer):
+def _check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn if a scheduler of torch changes the step size of a chain that samples."""
+    if trainer.lr_scheduler_configs and any(map(sampler.is_noisy, sampler.param_groups)):
         scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
         rank_zero_warn(
             f"{scheduler} changes the step size while the chain samples, which no schedule of the library plans for: "
@@ -180,9 +192,9 @@ def warn_of_other_loss(trainer: pl.Trainer, module: ChainModel, loss: torch.Tens
     return True
 
 
-def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
-    """Warn about a thermostat that cannot adapt within the run; called when training starts."""
-    if not isinstance(sampler, SGNHT) or is_trial(trainer):
+def _check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn about a thermostat that cannot adapt within the run."""
+    if not isinstance(sampler, SGNHT):
         return
     group = max(sampler.param_groups, key=sampler.adaptation_steps)
     needed, steps = sampler.adaptation_steps(group), fit_steps(trainer)
@@ -200,11 +212,10 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
         )
 
 
-def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
-    """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
-    if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe(trainer):
-        return
-    if not any(callback.tests_trajectories for callback in declared(trainer)):
+def _check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn about a sampler for trajectories in a run that does not test them."""
+    is_tested = any(callback.tests_trajectories for callback in declared(trainer))
+    if isinstance(sampler, ReversibleLangevin) and not is_tested:
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
             "add MetropolisTest() to the trainer's callbacks."
@@ -215,7 +226,7 @@ FAR = 4.0
 """Standard deviations of the prior beyond which a likelihood's parameter starts far out."""
 
 
-def check_own_prior(module: ChainModel) -> None:
+def _check_own_prior(module: ChainModel) -> None:
     """Warn if a parameter of the likelihood, such as a learned log σ, starts far from where the prior holds it."""
     prior = module.prior
     if type(prior) is not GaussianPrior or module.likelihood is None:
@@ -232,8 +243,8 @@ def check_own_prior(module: ChainModel) -> None:
             )
 
 
-def check_data(trainer: pl.Trainer) -> None:
-    """Warn about training data that N counts but no batch contains; called when the loaders are known."""
+def _check_data(trainer: pl.Trainer) -> None:
+    """Warn about training data that N counts but no batch contains."""
     loader: Any = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         _check_windows(trainer, loader.order_of(loader.chains[0]))

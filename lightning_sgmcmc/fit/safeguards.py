@@ -26,13 +26,8 @@ from lightning_sgmcmc.fit.checkpoints import clean_checkpoints, keep_constructor
 from lightning_sgmcmc.fit.checks import (
     StreamShares,
     begin_stream,
-    check_data,
-    check_own_prior,
     check_run,
-    check_schedulers,
-    check_step_size,
-    check_tested,
-    check_thermostat,
+    check_start,
     follow_data,
     why_without_samples,
 )
@@ -324,14 +319,9 @@ class Safeguards(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
-        check_data(trainer)
-        check_own_prior(chain_model(pl_module))
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
-        check_step_size(sampler)
-        check_schedulers(trainer, sampler)
-        check_thermostat(trainer, sampler)
-        check_tested(trainer, sampler)
+        check_start(trainer, chain_model(pl_module), sampler)
         chains.begin_energies(trainer)
         self._weights = chains.weights
         if self._shown is not None and self._weights is not None:
