@@ -415,24 +415,7 @@ Values = dict[str, Tensor]
 
 
 class IterateMoments:
-    """Running moments of iterates θ_1, …, θ_n, and the last K deviations from the running mean.
-
-        mean θ̄ = Σθ_i/n,   variance Σ_diag = Σθ_i²/n - θ̄²,   deviations D_i = θ_i - θ̄_i, θ̄_i the mean of the first i
-
-    They define the Gaussian N(θ̄, Σ) with Σ = ½·Σ_diag + D·Dᵀ/(2·(K-1)), and with K = 0 Σ = Σ_diag. The variance is
-    updated by Welford's formula, which does not cancel.
-
-    Args:
-        rank: K, the largest number of deviations; 0 for a diagonal covariance.
-
-    Source: Maddox et al. 2019 (SWAG), Algorithm 1 and eq. (1).
-
-    >>> moments = IterateMoments(rank=2)
-    >>> for value in (1.0, 3.0):
-    ...     moments.add({"w": torch.tensor([value])})
-    >>> moments.mean["w"], moments.variance["w"], [d["w"] for d in moments.deviations]
-    (tensor([2.]), tensor([1.]), [tensor([0.]), tensor([1.])])
-    """
+    """Mean and variance of iterates, by Welford's formula, and the last K deviations from the running mean."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -37,10 +37,7 @@ TIMED = 10
 
 
 class StopAgreement:
-    """Lets the ranks of a run find out that one of them is to stop; making it and each call are collective.
-
-    Before every n-th batch they begin to compute the largest of their requests, which they read n batches later.
-    """
+    """Lets the ranks of a run find out that one of them is to stop; making it and each call are collective."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._group: Any = new_group(None, timeout, backend="gloo")
@@ -48,6 +45,7 @@ class StopAgreement:
         self._value = torch.zeros(2, dtype=torch.float64)
         """The request, and the seconds of a batch."""
         self._every = 1
+        """Batches from the beginning of an exchange to its result, and to the next one."""
         self._batch = 0
         self._next = 0
         self._read = (0, time.monotonic())
@@ -133,14 +131,12 @@ class Beat:
 
 
 class Judge:
-    """Decides from beats which rank hangs: one without a sign, or the one that is least far, for `timeout` seconds.
-
-    A busy rank hangs only after `limit` seconds (None: never) in which another is farther or has ended.
-    """
+    """Decides from beats which rank hangs: one without a sign, or the one that is least far, for `timeout` seconds."""
 
     def __init__(self, timeout: float, interval: float, limit: float | None = None) -> None:
         self.timeout = timeout
         self.limit = limit
+        """Seconds of a busy rank in which another is farther or has ended; None allows any number."""
         self._longest = 2 * interval  # of a look, so that a job that was asleep hangs no longer than it is awake
         self._looked: float | None = None
         self._clock = 0.0

@@ -1,5 +1,6 @@
 """The files of a run's results: `results.json`, `table.md`, its history, its evaluations, and where it comes from."""
 
+import contextlib
 import functools
 import json
 import math
@@ -408,7 +409,11 @@ def commit(folder: Path | None = None) -> str | None:
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Return the versions of packages, None for one that runs from a copy of its source, and of "python"."""
-    return {**{name: _version(name) for name in packages}, "python": platform.python_version()}
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for name in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found | {"python": platform.python_version()}
 
 
 def _git(folder: Path | None, *command: str) -> str:
@@ -425,13 +430,6 @@ def _git(folder: Path | None, *command: str) -> str:
         check=True,
     )
     return found.stdout.strip()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ def settings_of(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> Se
         "seed": module.chains.seeds.stated,
         "sampler": name_of(type(sampler)),
         "chain_start": text_of_start(module.chains.start),
-        "sampled": _sampled(module),
+        "sampled": _sampled(module.chains),
     }
     for name in inspect.signature(type(sampler)).parameters:
         values = [group[name] for group in sampler.param_groups if name in group]
@@ -398,9 +398,8 @@ def settings_of(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> Se
     return settings
 
 
-def _sampled(module: ChainModel) -> str:
+def _sampled(chains: Chains) -> str:
     """Return which parameters are sampled, as text."""
-    chains = module.chains
     if not chains.sharing.names:
         return "all"
     return f"{len(chains.trainable)} tensors, crc32 {zlib.crc32(' '.join(chains.trainable).encode()):08x}"
