@@ -56,17 +56,13 @@ def _logged_in() -> bool:
 
 
 def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: dict[str, Any]) -> None:
-    """Write a run's settings to every logger, as `run.…`, once its sampler, N and seed are known."""
-    if trainer.loggers:
-        log_values(trainer, "run", hyperparameters_of(trainer, model, settings))
-
-
-def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what determines a run's draws, by name: its settings (`sampler.friction`, …), sizes and versions."""
+    """Write what determines a run's draws to every logger, as `run.…`, once its sampler, N and seed are known."""
+    if not trainer.loggers:
+        return
     chains = chains_of(model)
     plain = {k: v for k, v in model.recorded_arguments().items() if isinstance(v, str | int | float | bool)}
     known = {name: value for name, value in settings.items() if name != "data"}
-    return {
+    values = {
         "model": type(model).__name__,
         **plain,
         **known,
@@ -80,6 +76,7 @@ def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: dict[s
         "max_steps": trainer.estimated_stepping_batches,
         **{f"version.{name}": found or "unknown" for name, found in versions().items()},
     }
+    log_values(trainer, "run", values)
 
 
 # -- progress bar ------------------------------------------------------------------------------------------------------
