@@ -92,23 +92,22 @@ class MetropolisTest(SamplerCallback):
         self._steps = 0
         self._step = 0
         """Number of the coming or last step in the schedule, from 1; 0 before it."""
-        self._schedule: Schedule | None = None
         self._trajectory: Trajectory | None = None
         self._energy: tuple[int, Tensor] | None = None
         """N, and U of the chains' states at the last test, shape (C,)."""
         self._held: HeldData | None = None
         """The training data that these are of."""
-        self._sums: Tensor | None = None
+        self._sums = torch.zeros(0)
         """Of the tests since the last log, of each chain: min(1, a) and log a, shape (C, 2)."""
         self._tests = 0
-        self._total: Tensor | None = None
+        self._total = torch.zeros(0)
         """Sum of min(1, a) in the sampling stage, shape (C,)."""
         self._sampling_tests = 0
 
     @property
     def acceptance_rate(self) -> Tensor | None:
         """Mean of min(1, a) of each chain of this process in the sampling stage, shape (C,); None before a test."""
-        return None if self._total is None or not self._sampling_tests else self._total.cpu() / self._sampling_tests
+        return self._total.cpu() / self._sampling_tests if self._sampling_tests else None
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ class MetropolisTest(SamplerCallback):
         if not is_trial(trainer):
             check_trajectories(trainer, module, sampler, schedule, self._steps)
         warn_of_other_laws(trainer, module)
-        self._schedule, self._trajectory = schedule, Trajectory(sampler)
+        self._trajectory = Trajectory(sampler)
         zeros = torch.zeros(module.num_chains, 2, dtype=torch.float64, device=exact_device(module.device))
         self._sums, self._total = zeros, zeros[:, 0].clone()
         if saved is not None:
@@ -179,12 +178,12 @@ class MetropolisTest(SamplerCallback):
             )
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        trajectory, schedule, chains = self._trajectory, self._schedule, self.run.chains
+        trajectory, chains = self._trajectory, self.run.chains
         assert trajectory is not None
-        assert schedule is not None
-        if not trajectory.is_on:
+        if not trajectory.is_on or self._step % self._steps:
             return
-        if self._step % self._steps or not schedule.has_stepped(pl_module):
+        schedule = schedule_of(trainer)
+        if schedule is None or not schedule.has_stepped(pl_module):
             return
         self._check_data(trainer)
         found = trajectory.end(full_energies(trainer, chains, True, "MetropolisTest"), self._log_uniforms(chains))
@@ -201,8 +200,6 @@ class MetropolisTest(SamplerCallback):
         return torch.stack(drawn).log().to(exact_device(chains.model.device))
 
     def _count(self, log_acceptance: Tensor, is_sampling: bool) -> None:
-        assert self._sums is not None
-        assert self._total is not None
         probability = log_acceptance.clamp(max=0.0).exp().nan_to_num(nan=0.0)
         self._sums += torch.stack([probability, log_acceptance], 1)
         self._tests += 1
@@ -211,7 +208,6 @@ class MetropolisTest(SamplerCallback):
             self._sampling_tests += 1
 
     def _log(self, trainer: pl.Trainer, chains: Chains) -> None:
-        assert self._sums is not None
         if self._tests * self._steps < log_interval(trainer):
             return
         rate, log_acceptance = chains.layout.gather(self._sums / self._tests).mean(0).tolist()
@@ -239,15 +235,14 @@ class MetropolisTest(SamplerCallback):
         """Leave the trajectory; the rates stay."""
         if self._trajectory is not None:
             self._trajectory.leave()
-        if self._total is not None:
-            self._total = self._total.cpu()
-        self._schedule = self._trajectory = self._energy = self._sums = self._held = None
+        self._total, self._sums = self._total.cpu(), torch.zeros(0)
+        self._trajectory = self._energy = self._held = None
 
     def state(self) -> dict[str, Any]:
         """Return the counts of the tests, and of an unfinished trajectory its start, of all chains of the run."""
         trajectory = self._trajectory
         state: dict[str, Any] = {"tests": self._tests, "sampling_tests": self._sampling_tests}
-        if trajectory is None or self._sums is None or self._total is None:
+        if trajectory is None:
             return state
         layout, sampler = self.run.layout, self.run.sampler
         assert isinstance(sampler, ReversibleLangevin)

@@ -134,8 +134,7 @@ class ExactResume(RunCallback):
             own = {name: value for name, value in own.items() if name not in ("num_data", "data")}
         saved = self._saved_settings
         if saved is not None:
-            check_settings(saved, own, is_seeded(chain_model(pl_module)), self.allow)
-            changed = [name for name in differences(saved, own, False) if is_allowed(name, self.allow)]
+            changed = check_settings(saved, own, is_seeded(chain_model(pl_module)), self.allow)
             options = [name.removeprefix("sampler.") for name in changed if name.startswith(("lr", "sampler."))]
             self._new_options = [{name: group[name] for name in options} for group in sampler.param_groups]
         self._settings = own
@@ -415,14 +414,15 @@ def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:
     ]
 
 
-def check_settings(saved: Settings, own: Settings, seed_given: bool, allow: Sequence[str]) -> None:
-    """Raise unless a run has the checkpoint's settings, except those in `allow` (a part's name includes its own)."""
+def check_settings(saved: Settings, own: Settings, seed_given: bool, allow: Sequence[str]) -> list[str]:
+    """Return which allowed settings differ from the checkpoint's, and raise if others do; a part stands for its own."""
     unknown = [name for name in allow if not any(is_allowed(key, [name]) for key in own)]
     if unknown:
         raise ValueError(f"allow={list(allow)} names no setting '{unknown[0]}': the settings are {', '.join(own)}")
-    names = [name for name in differences(saved, own, seed_given) if not is_allowed(name, allow)]
+    different = differences(saved, own, seed_given)
+    names = [name for name in different if not is_allowed(name, allow)]
     if not names:
-        return
+        return different
     listed = "; ".join(f"{name} {_shown(name, saved)} there, {_shown(name, own)} here" for name in names)
     raise ValueError(
         f"the checkpoint is of a run with other settings ({listed}): resume with its settings, start a new run, or "
@@ -444,8 +444,15 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
     torch.distributed.all_gather_object(everyone, (settings, device))
     first, loader = everyone[0][0], trainer.train_dataloader
     divided = isinstance(loader, ResumableLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler)
-    _check_devices([device for _, device in everyone], layout_of(trainer, 1).ranks_per_chain)
-    for rank, (other, _) in enumerate(everyone):
+    ranks_per_chain = layout_of(trainer, 1).ranks_per_chain
+    for rank, (other, own_device) in enumerate(everyone):
+        sharing = rank - rank % ranks_per_chain
+        if own_device != everyone[sharing][1]:
+            raise ValueError(
+                f"rank {rank} runs on {own_device} and rank {sharing} on {everyone[sharing][1]}, whose random numbers "
+                "differ, and they share a chain: use one kind of device and one torch for them, or a chain for each "
+                "rank (strategy='chains')"
+            )
         if other["num_data"] != first["num_data"]:
             raise ValueError(
                 f"rank {rank} has {other['num_data']} training data and rank 0 has {first['num_data']}, so they would "
@@ -457,17 +464,6 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
                 "takes its share"
             )
     return dict(first)
-
-
-def _check_devices(devices: Sequence[str], ranks_per_chain: int) -> None:
-    for rank, device in enumerate(devices):
-        first = rank - rank % ranks_per_chain
-        if device != devices[first]:
-            raise ValueError(
-                f"rank {rank} runs on {device} and rank {first} on {devices[first]}, whose random numbers differ, and "
-                "they share a chain: use one kind of device and one torch for them, or a chain for each rank "
-                "(strategy='chains')"
-            )
 
 
 def is_seeded(module: ChainModel) -> bool:
