@@ -24,6 +24,10 @@ class Cycles:
         """Return the cycle of step k, from 0."""
         return (step - 1) // self.period
 
+    def end_of(self, cycle: int) -> int:
+        """Return the last step of a cycle."""
+        return min((cycle + 1) * self.period, self.total_steps)
+
 
 @dataclass(frozen=True)
 class CyclicalPlan(Cycles):
@@ -48,7 +52,8 @@ class CyclicalPlan(Cycles):
         if min(self.total_steps, self.num_cycles, self.samples_per_cycle) < 1 or not 0 <= self.exploration <= 1:
             raise ValueError(f"a plan needs positive numbers, and an exploration in [0, 1], got {self}")
         for cycle in range(self.num_cycles):
-            length, stage = self._length_of(cycle), self._length_of(cycle) - self._sampling_start
+            length = self.end_of(cycle) - cycle * self.period
+            stage = length - self._sampling_start
             if length < 1 or stage < self.samples_per_cycle:
                 raise ValueError(
                     f"cycle {cycle + 1} of {self.num_cycles} has {max(stage, 0)} sampling steps for "
@@ -63,9 +68,6 @@ class CyclicalPlan(Cycles):
         start = math.floor(self.exploration * self.period)  # may be one too low by rounding
         return start if start / self.period >= self.exploration else start + 1
 
-    def _length_of(self, cycle: int) -> int:
-        return min(self.period, self.total_steps - cycle * self.period)
-
     def lr_factor(self, step: int) -> float:
         """Return lr_k/lr_0."""
         return cyclical_lr_factor(step, self.period)
@@ -78,8 +80,8 @@ class CyclicalPlan(Cycles):
         """Return the steps after which a sample is drawn."""
         steps = []
         for cycle in range(self.num_cycles):
-            end = cycle * self.period + self._length_of(cycle)
-            stage = self._length_of(cycle) - self._sampling_start
+            end = self.end_of(cycle)
+            stage = end - cycle * self.period - self._sampling_start
             count = self.samples_per_cycle
             steps += [end - stage * i // count for i in reversed(range(count))]
         return steps
@@ -130,21 +132,17 @@ class AveragingPlan(Cycles):
             return self.lr_factor
         return self.lr_factor + (1 - self.lr_factor) * (math.cos(math.pi * position / self._start) + 1) / 2
 
-    def _steps_left(self, step: int) -> int:
-        end = min((self.cycle_of(step) + 1) * self.period, self.total_steps)
-        return end - step
-
     def is_collecting(self, step: int) -> bool:
         """Return whether step k is in the stage with the constant step size."""
         return (step - 1) % self.period >= self._start
 
     def collects(self, step: int) -> bool:
         """Return whether the state after step k is collected."""
-        return self.is_collecting(step) and self._steps_left(step) % self.every_n_steps == 0
+        return self.is_collecting(step) and (self.end_of(self.cycle_of(step)) - step) % self.every_n_steps == 0
 
     def ends_cycle(self, step: int) -> bool:
         """Return whether step k is the last of its cycle."""
-        return self._steps_left(step) == 0
+        return step == self.end_of(self.cycle_of(step))
 
 
 def cyclical_lr_factor(step: int, period: int) -> float:

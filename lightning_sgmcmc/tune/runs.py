@@ -157,7 +157,7 @@ class Energies(SamplerCallback):
     """Records each step's energies and likelihood, with its stage."""
 
     is_probe = True
-    """A short run, in which a step may cut the batches of an order, see `check_data`."""
+    """A short run, in which a step may cut the batches of an order, see `check_start`."""
 
     def __init__(self) -> None:
         self._total: list[Tensor] = []
