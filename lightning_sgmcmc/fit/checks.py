@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -288,7 +288,8 @@ class PatientStopping:
 
     def __init__(self, monitors: tuple[str, ...]) -> None:
         self._monitors = monitors
-        self._patched: list[EarlyStopping] = []
+        self._checked: dict[EarlyStopping, int] = {}
+        """The samples at each callback's last check."""
         self.samples = 0
         """Those in the metric; before the first one it is NaN, which would end the run."""
 
@@ -297,26 +298,20 @@ class PatientStopping:
         self.samples = samples
         for callback in instances_of(trainer, EarlyStopping):
             if str(callback.monitor).startswith(self._monitors):
-                vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
-                self._patched.append(callback)
+                self._checked[callback] = samples
+                vars(callback)["_should_skip_check"] = partial(self._skips, callback)
 
-    def _waiting(self, skips: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:
-        checked = self.samples
-
-        def skips_or_waits(trainer: pl.Trainer) -> bool:
-            nonlocal checked
-            if skips(trainer) or self.samples == checked:
-                return True
-            checked = self.samples
-            return False
-
-        return skips_or_waits
+    def _skips(self, callback: EarlyStopping, trainer: pl.Trainer) -> bool:
+        if type(callback)._should_skip_check(callback, trainer) or self.samples == self._checked[callback]:
+            return True
+        self._checked[callback] = self.samples
+        return False
 
     def end(self) -> None:
         """Restore the callbacks."""
-        for callback in self._patched:
+        for callback in self._checked:
             vars(callback).pop("_should_skip_check", None)
-        self._patched = []
+        self._checked = {}
 
 
 def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 0) -> str:
