@@ -18,13 +18,13 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
-from lightning_sgmcmc.callbacks.schedule import PlannedLength
+from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
 from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.chains.trainer import instances_of, is_trial
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -65,7 +65,7 @@ SHARE = 0.8
 """Of the time, for steps; draws are evaluated and written in the rest."""
 
 
-class AutoSampling(Schedule):
+class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     """Samples without a setting by hand: it chooses prior scale, step sizes, temperature, schedule and weights.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
@@ -143,15 +143,12 @@ class AutoSampling(Schedule):
         self.prior_scales = prior_scales
         self._given = (temperature, prior_std)
         self._start_std = 0.0
-        self._length = PlannedLength("AutoSampling")
         self._budget = RunBudget(budget)
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._length.steps = None
         self._budget.reset()
-        self._stages: WarmUpAndDecay | None = None
         self._densities: dict[tuple[int, int], Tensor] = {}
         """log p(y_i) of the validation data under each draw, by step and chain."""
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
@@ -187,14 +184,12 @@ class AutoSampling(Schedule):
         # A learned noise scale, log std, is no weight.
         return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
 
-    def lay_out(self, length: RunLength) -> None:
-        total = self._budget.steps or self._length.steps_of(length)
-        self._stages = WarmUpAndDecay(total, self.warm_up, 1 if length.is_trial else self.num_draws)
+    def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
+        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, 1 if length.is_trial else self.num_draws)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
         super().plan(trainer, module)
-        self._length.begin(trainer)
         chains = module.chains.layout.total_chains
         if self.prior_scales is not None and len(self.prior_scales) != chains:
             raise ValueError(
@@ -208,30 +203,24 @@ class AutoSampling(Schedule):
                 "validation data"
             )
 
-    @property
-    def stages(self) -> WarmUpAndDecay:
-        """The stages over the run's length."""
-        assert self._stages is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
-        return self._stages
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @property
     def first_sample(self) -> int:
-        return self.stages.draw_steps[0]
+        return self.laid_out.draw_steps[0]
 
     def controls(self, step: int) -> StepControls:
-        stages = self.stages
+        stages = self.laid_out
         if stages.is_warm_up(step):
             return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
         return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
 
     def draws(self, step: int) -> bool:
-        return self.stages.draws(step)
+        return self.laid_out.draws(step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step):
-            self._length.steps = None
+            self.total_steps = None
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
 
@@ -271,7 +260,7 @@ class AutoSampling(Schedule):
         if not at_end_of_block or self.objective != "nll":
             return
         block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
-        if count >= LAST_CHANGE * len(self.stages.draw_steps) or target is None or module.likelihood is None:
+        if count >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None or module.likelihood is None:
             return
         factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
         if factor is not None:
@@ -315,9 +304,8 @@ class AutoSampling(Schedule):
         trainer.strategy.barrier("the weights are written")
         if isinstance(posterior.store, DiskStore):
             posterior.store.reload()
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, BayesianModelAverage):
-                callback.evaluate_stored(trainer, module, "val")
+        for average in instances_of(trainer, BayesianModelAverage):
+            average.evaluate_stored(trainer, module, "val")
 
     def _weights_of(self, posterior: Posterior) -> list[float] | None:
         """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""
@@ -343,14 +331,14 @@ class AutoSampling(Schedule):
             where = f"; {folder / CHOICES} repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
         prior = f"prior std {final}" if chose_prior else "the module's prior"
-        draws = len(self.chosen) * len(self.stages.draw_steps)
+        draws = len(self.chosen) * len(self.laid_out.draw_steps)
         rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {draws} draws{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._length.steps, self._budget.steps = saved["total_steps"], saved["budget_steps"]
+            self._budget.steps = saved["budget_steps"]
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._counts.update(saved["counts"])
             for chain, block in saved["blocks"].items():
@@ -359,7 +347,6 @@ class AutoSampling(Schedule):
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
-            "total_steps": self._length.steps,
             "budget_steps": self._budget.steps,
             "densities": dict(self._densities),
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
@@ -369,11 +356,7 @@ class AutoSampling(Schedule):
 
 
 class RunBudget:
-    """Sets the trainer's number of steps from a time and the speed of the run's first steps.
-
-    Args:
-        text: a number with s, m or h, such as "10m"; None leaves the trainer's length.
-    """
+    """Sets the trainer's number of steps from a time, such as "10m", and the speed of the run's first steps."""
 
     def __init__(self, text: str | None) -> None:
         found = None if text is None else re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text).strip())

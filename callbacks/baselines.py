@@ -10,16 +10,16 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from lightning_sgmcmc.callbacks.schedule import PlannedLength
-from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback, sampling_module
+from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
+from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCallback
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.execution import MASK_SEED, dropout_layers
-from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, Schedule, StepControls, require_schedule
+from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, StepControls, require_schedule
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import instances_of
 from lightning_sgmcmc.chains.warm_start import ChainOptimizers, check_optimizer, chosen_decay, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refreshed
@@ -34,7 +34,7 @@ WITHOUT_MASK = (nn.MultiheadAttention, nn.RNNBase)
 """Layers with dropout of their own, which has no mask."""
 
 
-class DeepEnsemble(Schedule):
+class DeepEnsemble(WholeRunSchedule[int]):
     """Trains every chain by optimization, at temperature 0, and takes its last state as one member of the ensemble.
 
         lr_k = lr_0/2·[cos(π·(k-1)/K) + 1]·min(1, k/W),   K the run's optimizer steps, W = ⌈warm_up·K⌉
@@ -66,6 +66,7 @@ class DeepEnsemble(Schedule):
     """
 
     temperature = 0.0
+    kinds = ("single network", "deep ensemble")
 
     def __init__(
         self,
@@ -80,47 +81,29 @@ class DeepEnsemble(Schedule):
         self.lr_decay = lr_decay
         self.optimizer = optimizer
         self.warm_up = warm_up
-        self.kind = "deep ensemble"
-        self._length = PlannedLength("DeepEnsemble")
-        self._total = 0
         self._optimizers: ChainOptimizers | None = None
-        self._saved_optimizers: list[Any] | None = None
-        """Optimizers' states of all chains, of a checkpoint."""
 
     @property
     def sets_lr(self) -> bool:  # type: ignore[override]
         return self.lr_decay == "cosine" or self.warm_up > 0
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        members = layout_of(trainer, chains_of(pl_module).num_chains).total_chains
-        self.kind = "deep ensemble" if members > 1 else "single network"
+    def plan_over(self, steps: int, length: RunLength) -> int:
+        return steps
 
-    def reset(self) -> None:
-        super().reset()
-        self._length.steps = None
-        self._saved_optimizers = None
-
-    def lay_out(self, length: RunLength) -> None:
-        self._total = self._length.steps_of(length)
-
-    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        chains = module.chains
-        members = chains.layout.total_chains
-        if members > 1 and chains.start == "same" and chains.shared_batch:
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        members, start = run.layout.total_chains, run.chains.start
+        if members > 1 and start == "same" and run.chains.shared_batch:
             raise ValueError(
                 f"the {members} members of this DeepEnsemble would be equal, because chain_start='same' and "
                 "shared_batch=True give them one start and one data order: omit one of the two"
             )
-        super().plan(trainer, module)
-        self._length.begin(trainer)
+        super().begin(run, saved)
         if self.optimizer is not None:
-            self._begin_optimizers(trainer, module)
+            self._begin_optimizers(run, self.optimizer, None if saved is None else saved.get("optimizers"))
 
-    def _begin_optimizers(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        """Let torch's optimizers make the steps instead of the sampler."""
-        assert self.optimizer is not None
-        name, sampler, decay = name_of(self.optimizer), module.sampler, chosen_decay(self.optimizer)
+    def _begin_optimizers(self, run: Run, factory: Callable[..., Optimizer], saved: list[Any] | None) -> None:
+        """Let torch's optimizers, whose states a checkpoint has for all chains, make the steps."""
+        module, sampler, name, decay = run.module, run.sampler, name_of(factory), chosen_decay(factory)
         lr = sampler.param_groups[0]["initial_lr"]
         if len(sampler.param_groups) > 1 or not isinstance(lr, int | float):
             raise ValueError(f"DeepEnsemble(optimizer={name}) needs one step size, got lr={module.lr}: pass one number")
@@ -129,20 +112,18 @@ class DeepEnsemble(Schedule):
                 f"weight_decay={decay:g} of DeepEnsemble's {name} would act beside prior={module.prior!r}, which is in "
                 "the loss: pass prior=FlatPrior() to the module, or omit weight_decay"
             )
-        first = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+        first = next(iter(instances_of(run.trainer, FirstStage)), None)
         if first is not None:
             raise ValueError(
                 f"DeepEnsemble(optimizer={name}) optimizes the whole run, and {type(first).__name__} its beginning: "
                 "remove one of the two"
             )
         parameters = [p for group in sampler.param_groups for p in group["params"]]
-        factory = self.optimizer
         self._optimizers = ChainOptimizers(
             parameters, module.num_chains, lambda own: make_optimizer(factory, own, float(lr), decay)
         )
-        if self._saved_optimizers is not None:
-            for chain, index in enumerate(module.chains.layout.chains):
-                self._optimizers.load_state_dict(chain, self._saved_optimizers[index])
+        for chain, index in enumerate(run.layout.chains) if saved is not None else ():
+            self._optimizers.load_state_dict(chain, saved[index])
         sampler.stand_in = self._update
 
     def _update(self) -> None:
@@ -164,35 +145,30 @@ class DeepEnsemble(Schedule):
 
     @property
     def first_sample(self) -> int:
-        return self._total
+        return self.laid_out
 
     def controls(self, step: int) -> StepControls:
-        factor = cyclical_lr_factor(step, self._total) if self.lr_decay == "cosine" else 1.0
+        total = self.laid_out
+        factor = cyclical_lr_factor(step, total) if self.lr_decay == "cosine" else 1.0
         if self.warm_up:
-            factor *= min(1.0, step / math.ceil(self.warm_up * self._total))
-        return StepControls(factor, 0.0, Stage.SAMPLING if step == self._total else Stage.EXPLORATION)
+            factor *= min(1.0, step / math.ceil(self.warm_up * total))
+        return StepControls(factor, 0.0, Stage.SAMPLING if step == total else Stage.EXPLORATION)
 
     def draws(self, step: int) -> bool:
-        return step == self._total
-
-    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
-        if saved is not None:
-            self._length.steps, self._saved_optimizers = saved["total_steps"], saved.get("optimizers")
-        super().begin(run, saved)
-        self._saved_optimizers = None
+        return step == self.laid_out
 
     def end(self) -> None:
         self.run.sampler.stand_in = self._optimizers = None
 
     def state(self) -> dict[str, Any]:
-        state, optimizers = super().state() | {"total_steps": self._length.steps}, self._optimizers
+        state, optimizers = super().state(), self._optimizers
         if optimizers is None:
             return state
         own = [optimizers.state_dict(chain) for chain in range(self.run.module.num_chains)]
         return state | {"optimizers": self.run.layout.collect(own)}
 
 
-class SWAG(Schedule):
+class SWAG(WholeRunSchedule[AveragingPlan]):
     """Fits a Gaussian to the iterates of each chain at a constant step size, and draws networks from it.
 
         θ = θ̄ + √(s/2)·Σ_diag^½·z₁ + √(s/(2·(K-1)))·D·z₂,   z₁, z₂ ~ N(0, I)
@@ -262,36 +238,28 @@ class SWAG(Schedule):
         self.every_n_steps = every_n_steps
         self.scale = scale
         self.batch_norm_batches = batch_norm_batches
-        self.kind = "SWAG"
+        self.kinds = ("cycSWAG", "cycSWAG") if num_cycles > 1 else ("SWAG", "MultiSWAG")
         self.moments = IterateMoments(rank)
         """Of the iterates of the current cycle; with several chains in the process, tensors have a chain axis."""
-        self._length = PlannedLength("SWAG")
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self._length.steps = None
         self.moments.clear()
-        self._plan: AveragingPlan | None = None
         self._cycle = 0
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        chains = chains_of(pl_module)
-        total = layout_of(trainer, chains.num_chains).total_chains
-        self.kind = "cycSWAG" if self.num_cycles > 1 else "MultiSWAG" if total > 1 else "SWAG"
-        if any(map(is_expanded, pl_module.modules())):
+    def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        if any(map(is_expanded, module.modules())):
             raise ValueError(
                 "SWAG fits a Gaussian to the weights, and this network's are products of factors: use SWAG with the "
                 "plain network, without expand"
             )
 
-    def lay_out(self, length: RunLength) -> None:
-        total = self._length.steps_of(length)
-        self._plan = AveragingPlan(
-            total_steps=total,
+    def plan_over(self, steps: int, length: RunLength) -> AveragingPlan:
+        return AveragingPlan(
+            total_steps=steps,
             num_cycles=1 if length.is_trial else self.num_cycles,
             collection=1.0 if length.is_trial else self.collection,
             lr_factor=self.lr_factor,
@@ -308,13 +276,12 @@ class SWAG(Schedule):
         chains = module.chains
         check_statistics(trainer, module, "SWAG")
         super().plan(trainer, module)
-        self._length.begin(trainer)
         chains.tags.draws = self.num_draws
         chains.progress.num_cycles = self.laid_out.num_cycles if self.laid_out.num_cycles > 1 else None
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._length.steps, self._cycle = saved["total_steps"], saved["cycle"]
+            self._cycle = saved["cycle"]
             self.moments.load_state_dict(saved["moments"], run.layout.own_stored)
         super().begin(run, saved)
 
@@ -326,12 +293,6 @@ class SWAG(Schedule):
         """Say nothing: the callback's name says what its draws are."""
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    @property
-    def laid_out(self) -> AveragingPlan:
-        """The cycles over the run's length."""
-        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
-        return self._plan
 
     @property
     def first_sample(self) -> int:
@@ -373,8 +334,7 @@ class SWAG(Schedule):
 
     def state(self) -> dict[str, Any]:
         gather = torch.clone if self._run is None else self.run.layout.gather_stored
-        own = {"total_steps": self._length.steps, "cycle": self._cycle, "moments": self.moments.state_dict(gather)}
-        return super().state() | own
+        return super().state() | {"cycle": self._cycle, "moments": self.moments.state_dict(gather)}
 
 
 class MCDropout(SamplerCallback):
@@ -406,19 +366,13 @@ class MCDropout(SamplerCallback):
 
     place = Place.CHAIN
     setting = "mc_dropout"
+    kinds = ("MC dropout", "MC dropout ensemble")
     claims: ClassVar[Mapping[str, str | None]] = {"expand samples": "_expand"}
 
     def __init__(self, num_draws: int = 30) -> None:
         check_count("num_draws", num_draws, optional=False)
         self.num_draws = num_draws
-        self.kind = "MC dropout"
         self._seed = 0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        module = sampling_module(pl_module, self)
-        several = layout_of(trainer, module.num_chains).total_chains > 1
-        self.kind = "MC dropout ensemble" if several else "MC dropout"
 
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         require_schedule(trainer, self)
@@ -461,24 +415,7 @@ Values = dict[str, Tensor]
 
 
 class IterateMoments:
-    """Running moments of iterates θ_1, …, θ_n, and the last K deviations from the running mean.
-
-        mean θ̄ = Σθ_i/n,   variance Σ_diag = Σθ_i²/n - θ̄²,   deviations D_i = θ_i - θ̄_i, θ̄_i the mean of the first i
-
-    They define the Gaussian N(θ̄, Σ) with Σ = ½·Σ_diag + D·Dᵀ/(2·(K-1)), and with K = 0 Σ = Σ_diag. The variance is
-    updated by Welford's formula, which does not cancel.
-
-    Args:
-        rank: K, the largest number of deviations; 0 for a diagonal covariance.
-
-    Source: Maddox et al. 2019 (SWAG), Algorithm 1 and eq. (1).
-
-    >>> moments = IterateMoments(rank=2)
-    >>> for value in (1.0, 3.0):
-    ...     moments.add({"w": torch.tensor([value])})
-    >>> moments.mean["w"], moments.variance["w"], [d["w"] for d in moments.deviations]
-    (tensor([2.]), tensor([1.]), [tensor([0.]), tensor([1.])])
-    """
+    """Mean and variance of iterates, by Welford's formula, and the last K deviations from the running mean."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -493,11 +430,7 @@ class IterateMoments:
         """Σ(θ_i - θ̄)²."""
 
     def add(self, iterate: Mapping[str, Tensor]) -> None:
-        """Add an iterate.
-
-        Args:
-            iterate: tensors by name, the same names and shapes at every call; they are copied.
-        """
+        """Add an iterate, tensors by name, which are copied."""
         self.count += 1
         if self.count == 1:
             self.mean = {name: value.clone() for name, value in iterate.items()}
@@ -517,12 +450,7 @@ class IterateMoments:
         return {name: square / self.count for name, square in self._squares.items()}
 
     def draw(self, generator: torch.Generator, scale: float = 1.0, row: int | None = None) -> Values:
-        """Return a draw from N(θ̄, scale·Σ).
-
-        Args:
-            generator: of the moments' device.
-            row: index along the tensors' first axis, for moments of several chains; None takes them whole.
-        """
+        """Return a draw from N(θ̄, scale·Σ), of the chain `row` if the tensors have a chain axis."""
         kept, deviations = ... if row is None else row, self.deviations
         low_rank = self.rank > 0
         shares = torch.randn(len(deviations), generator=generator).tolist() if len(deviations) > 1 else []
@@ -537,20 +465,12 @@ class IterateMoments:
         return drawn
 
     def state_dict(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the state: numbers and tensors."""
-
-        def each(values: Values) -> Values:
-            return {name: gather(value) for name, value in values.items()}
-
-        moments = {"mean": each(self.mean), "squares": each(self._squares)}
-        return {"count": self.count, **moments, "deviations": [each(values) for values in self.deviations]}
+        """Return the state: numbers and tensors, each after `gather`."""
+        tensors = {"mean": self.mean, "squares": self._squares, "deviations": self.deviations}
+        return {"count": self.count} | tree_map(gather, tensors)
 
     def load_state_dict(self, state: Mapping[str, Any], own: Callable[[Tensor], Tensor]) -> None:
         """Restore from `state_dict`."""
-
-        def each(values: Values) -> Values:
-            return {name: own(value).clone() for name, value in values.items()}
-
+        parts = [state["mean"], state["squares"], state["deviations"]]
         self.count = state["count"]
-        self.mean, self._squares = each(state["mean"]), each(state["squares"])
-        self.deviations = [each(values) for values in state["deviations"]]
+        self.mean, self._squares, self.deviations = tree_map(lambda tensor: own(tensor).clone(), parts)

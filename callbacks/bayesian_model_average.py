@@ -49,15 +49,12 @@ class BayesianModelAverage(SamplerCallback):
     Each sample is evaluated once, when it is drawn, on the validation data. The callback stores the running weighted
     average of probabilities (in regression, of densities and moments), not the samples; checkpoints have it too.
     `trainer.test` and `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as
-    `val/bma_…`,
-    `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy for
-    classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
-    the fit's datamodule has a `target_std`: the store has them, for loaders in a new program too.
-    Several targets with a scaling each have an `rmse_<target>` each; `rmse` and `nll` are over all of them. If the
-    samples' importance weights differ, `val/weight_efficiency` is (Σw)²/(S·Σw²), a share in (0, 1].
-
-    Before the first sample these metrics are NaN. `EarlyStopping` on one of them waits for the first sample, and its
-    patience counts the checks with new samples.
+    `val/bma_…`, `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy
+    for classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units
+    if the fit's datamodule has a `target_std`, which the store keeps. Several targets with a scaling each have an
+    `rmse_<target>` each; `rmse` and `nll` are over all of them. If the samples' importance weights differ,
+    `val/weight_efficiency` is (Σw)²/(S·Σw²), a share in (0, 1]. Before the first sample these metrics are NaN;
+    `EarlyStopping` on one of them waits for it, and its patience counts the checks with new samples.
 
     For each out-of-distribution set (classification only) it adds `ood_<name>_auroc`, for separating its inputs from
     the evaluation data by predictive entropy; `ood_<name>_entropy`, the mean predictive entropy in nats; and
@@ -109,8 +106,7 @@ class BayesianModelAverage(SamplerCallback):
         if scores and cycle_weights == "harmonic":
             raise ValueError("scores needs the samples' own weights: use cycle_weights='uniform'")
         check_choice("importance_weights", importance_weights, ("sample", "final"))
-        if cycle_weights not in ("uniform", "harmonic"):
-            raise ValueError(f"cycle_weights must be 'uniform' or 'harmonic', got {cycle_weights!r}")
+        check_choice("cycle_weights", cycle_weights, ("uniform", "harmonic"))
         self.cycle_weights = cycle_weights
         self.importance_weights = importance_weights
         self.ood = OutOfDistributionData(ood)
@@ -139,9 +135,8 @@ class BayesianModelAverage(SamplerCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_finished(trainer) and not self._averages:
             return
-        self._publish(
-            sampling_module(pl_module, self), "val"
-        )  # the checkpoint's averages, if the run is already complete
+        # The checkpoint's averages, if the run is already complete.
+        self._publish(sampling_module(pl_module, self), "val")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaders = validation_loaders(trainer)
@@ -159,7 +154,8 @@ class BayesianModelAverage(SamplerCallback):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
-        self._scorer = _scorer(module)
+        compiled = runs_at_once(module.device) and is_compiled(module.chains.compiled, module.device)
+        self._scorer = Scorer(module, compiled=compiled)
         self._publish(module, "val")
         self._stopping.begin(trainer, self._count())
 
@@ -211,12 +207,7 @@ class BayesianModelAverage(SamplerCallback):
             pl_module.log_dict(self._metrics("val"), sync_dist=True, add_dataloader_idx=False)
 
     def evaluate_stored(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> None:
-        """Evaluate the stored samples with their present weights, instead of those seen so far.
-
-        Args:
-            trainer: the run's.
-            module: the run's, with a posterior.
-            stage: "test", or "val" for the validation data.
+        """Evaluate the stored samples with their present weights on the data of a stage, "test" or "val".
 
         Raises:
             RuntimeError: if there are no samples.
@@ -250,10 +241,11 @@ class BayesianModelAverage(SamplerCallback):
 
     def _stored_scores(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> list[StoredScores]:
         scaling = scaling_of_run(trainer, module)
-        references = [
-            self.reference if index == 0 and stage == "test" else None for index in range(len(self._averages))
+        first = self.reference if stage == "test" else None
+        return [
+            StoredScores(module.likelihood, scaling.factor, first if index == 0 else None, self.scores)
+            for index in range(len(self._averages))
         ]
-        return [StoredScores(module.likelihood, scaling.factor, reference, self.scores) for reference in references]
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
@@ -288,10 +280,12 @@ class BayesianModelAverage(SamplerCallback):
         scaling = scaling_of_run(trainer, module)
         log_likelihood = scores.log_likelihood
         if self.cycle_weights == "harmonic":
-            log_likelihood /= _temperature(trainer, module, sample.chain)
+            temperature = target_of(trainer, module)
+            own = temperature[sample.chain] if isinstance(temperature, tuple) else temperature
+            log_likelihood /= float(own) or 1.0  # at 0 no density is sampled
         with undisturbed(trainer, module):
-            for index, (average, own) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
-                average.add(module, sample, own, scaling, log_likelihood, scores.ood if index == 0 else {})
+            for index, (average, found) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
+                average.add(module, sample, found, scaling, log_likelihood, scores.ood if index == 0 else {})
 
     def _publish(self, module: ChainModel, stage: str) -> None:
         if self._averages:
@@ -300,14 +294,13 @@ class BayesianModelAverage(SamplerCallback):
     def _metrics(self, stage: str) -> dict[str, float]:
         metrics = {}
         for average, suffix in zip(self._averages, self._suffixes, strict=True):
-            for kind, values in (("bma", average.evaluation.bma), ("single", average.evaluation.single)):
+            evaluation = average.evaluation
+            for kind, values in (("bma", evaluation.bma), ("single", evaluation.single)):
                 metrics.update({f"{stage}/{kind}_{name}{suffix}": value for name, value in values.items()})
-            efficiency = average.evaluation.weight_efficiency
-            if efficiency is not None:
-                metrics[f"{stage}/weight_efficiency{suffix}"] = efficiency
-            disagreement = average.evaluation.chains.disagreement
-            if math.isfinite(disagreement):
-                metrics[f"{stage}/chain_disagreement{suffix}"] = disagreement
+            if evaluation.weight_efficiency is not None:
+                metrics[f"{stage}/weight_efficiency{suffix}"] = evaluation.weight_efficiency
+            if math.isfinite(evaluation.chains.disagreement):
+                metrics[f"{stage}/chain_disagreement{suffix}"] = evaluation.chains.disagreement
         return metrics
 
     @property
@@ -344,17 +337,6 @@ class BayesianModelAverage(SamplerCallback):
             average = LoaderAverage(self.cycle_weights, self.metrics)
             average.load_state_dict(saved)
             self._averages.append(average)
-
-
-def _scorer(module: ChainModel) -> Scorer:
-    device = module.device
-    return Scorer(module, compiled=runs_at_once(device) and is_compiled(module.chains.compiled, device))
-
-
-def _temperature(trainer: pl.Trainer, module: ChainModel, chain: int) -> float:
-    """Return the temperature of a chain's samples, 1 instead of 0, at which no density is sampled."""
-    temperature = target_of(trainer, module)
-    return float(temperature[chain] if isinstance(temperature, tuple) else temperature) or 1.0
 
 
 def validation_loaders(trainer: pl.Trainer) -> list[Any]:

@@ -13,7 +13,7 @@ from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, SamplerCall
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.schedule import Schedule, epoch_length, is_optimization, require_schedule, schedule_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_probe, is_trial, log_interval, log_scalars
+from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_probe, is_trial, log_interval, log_scalars
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
@@ -91,23 +91,22 @@ class MetropolisTest(SamplerCallback):
         self._steps = 0
         self._step = 0
         """Number of the coming or last step in the schedule, from 1; 0 before it."""
-        self._schedule: Schedule | None = None
         self._trajectory: Trajectory | None = None
         self._energy: tuple[int, Tensor] | None = None
         """N, and U of the chains' states at the last test, shape (C,)."""
         self._held: HeldData | None = None
         """The training data that these are of."""
-        self._sums: Tensor | None = None
+        self._sums = torch.zeros(0)
         """Of the tests since the last log, of each chain: min(1, a) and log a, shape (C, 2)."""
         self._tests = 0
-        self._total: Tensor | None = None
+        self._total = torch.zeros(0)
         """Sum of min(1, a) in the sampling stage, shape (C,)."""
         self._sampling_tests = 0
 
     @property
     def acceptance_rate(self) -> Tensor | None:
         """Mean of min(1, a) of each chain of this process in the sampling stage, shape (C,); None before a test."""
-        return None if self._total is None or not self._sampling_tests else self._total.cpu() / self._sampling_tests
+        return self._total.cpu() / self._sampling_tests if self._sampling_tests else None
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class MetropolisTest(SamplerCallback):
         if not is_trial(trainer):
             check_trajectories(trainer, module, sampler, schedule, self._steps)
         warn_of_other_laws(trainer, module)
-        self._schedule, self._trajectory = schedule, Trajectory(sampler)
+        self._trajectory = Trajectory(sampler)
         zeros = torch.zeros(module.num_chains, 2, dtype=torch.float64, device=exact_device(module.device))
         self._sums, self._total = zeros, zeros[:, 0].clone()
         if saved is not None:
@@ -177,15 +176,13 @@ class MetropolisTest(SamplerCallback):
                 "there"
             )
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        trajectory, schedule, chains = self._trajectory, self._schedule, self.run.chains
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        trajectory, chains = self._trajectory, self.run.chains
         assert trajectory is not None
-        assert schedule is not None
-        if not trajectory.is_on:
+        if not trajectory.is_on or self._step % self._steps:
             return
-        if self._step % self._steps or not schedule.has_stepped(pl_module):
+        schedule = schedule_of(trainer)
+        if schedule is None or not schedule.has_stepped(pl_module):
             return
         self._check_data(trainer)
         found = trajectory.end(full_energies(trainer, chains, True, "MetropolisTest"), self._log_uniforms(chains))
@@ -202,8 +199,6 @@ class MetropolisTest(SamplerCallback):
         return torch.stack(drawn).log().to(exact_device(chains.model.device))
 
     def _count(self, log_acceptance: Tensor, is_sampling: bool) -> None:
-        assert self._sums is not None
-        assert self._total is not None
         probability = log_acceptance.clamp(max=0.0).exp().nan_to_num(nan=0.0)
         self._sums += torch.stack([probability, log_acceptance], 1)
         self._tests += 1
@@ -212,7 +207,6 @@ class MetropolisTest(SamplerCallback):
             self._sampling_tests += 1
 
     def _log(self, trainer: pl.Trainer, chains: Chains) -> None:
-        assert self._sums is not None
         if self._tests * self._steps < log_interval(trainer):
             return
         rate, log_acceptance = chains.layout.gather(self._sums / self._tests).mean(0).tolist()
@@ -240,15 +234,14 @@ class MetropolisTest(SamplerCallback):
         """Leave the trajectory; the rates stay."""
         if self._trajectory is not None:
             self._trajectory.leave()
-        if self._total is not None:
-            self._total = self._total.cpu()
-        self._schedule = self._trajectory = self._energy = self._sums = self._held = None
+        self._total, self._sums = self._total.cpu(), torch.zeros(0)
+        self._trajectory = self._energy = self._held = None
 
     def state(self) -> dict[str, Any]:
         """Return the counts of the tests, and of an unfinished trajectory its start, of all chains of the run."""
         trajectory = self._trajectory
         state: dict[str, Any] = {"tests": self._tests, "sampling_tests": self._sampling_tests}
-        if trajectory is None or self._sums is None or self._total is None:
+        if trajectory is None:
             return state
         layout, sampler = self.run.layout, self.run.sampler
         assert isinstance(sampler, ReversibleLangevin)
@@ -297,7 +290,7 @@ def check_run(trainer: pl.Trainer, module: ChainModel, steps: int) -> None:
     if trainer.lr_scheduler_configs:
         scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
         raise ValueError(f"{scheduler} changes the step size within trajectories of MetropolisTest: remove it")
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+    if instances_of(trainer, GradientAccumulationScheduler):
         raise ValueError(
             "GradientAccumulationScheduler changes the data of a step, so a trajectory is not the same backwards: set "
             "the trainer's accumulate_grad_batches instead"
@@ -343,11 +336,7 @@ def warn_of_other_laws(trainer: pl.Trainer, module: ChainModel) -> None:
 
 
 def fault_of_schedule(schedule: Schedule, trajectory: int, steps: float) -> str | None:
-    """Return why a schedule does not fit trajectories, and the remedy; None if it does.
-
-    Args:
-        trajectory: K, steps of a trajectory.
-    """
+    """Return why a schedule does not fit trajectories of so many steps, and the remedy; None if it does."""
     held: Any = None
     for step in range(1, int(min(steps, MOST_STEPS)) + 1):
         lr_factor, temperature, _, temperature_factor = schedule.controls(step)

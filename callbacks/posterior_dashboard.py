@@ -8,26 +8,29 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.trainer import is_trial, log_interval, log_scalars, run_folder
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.files import write_output
-from lightning_sgmcmc.fit.loggers import named_step_sizes, traced_weights
 from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.health.facts import prior_norm
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import mean_of
 
 OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")
 PARTS = (*OF_CHAINS, "running", "reliability", "entropy", "segments", "chains", "histograms", "tables")
+TRACED_WEIGHTS = 4
 MOST_CHAINS = 16
 """With more chains, only the mean energy is logged."""
 
@@ -101,8 +104,7 @@ class PosteriorDashboard(SamplerCallback):
         segment_batches: int = 8,
         for_print: bool = False,
     ) -> None:
-        if every not in ("sample", "cycle", "end"):
-            raise ValueError(f"every must be 'sample', 'cycle' or 'end', got {every!r}")
+        check_choice("every", every, ("sample", "cycle", "end"))
         if isinstance(figures, str) or not isinstance(figures, Sequence | None):
             raise ValueError(f"figures should be a list of names, got {figures!r}: write {[str(figures)]}")
         for unknown in set(figures or ()) - set(PARTS):
@@ -140,16 +142,14 @@ class PosteriorDashboard(SamplerCallback):
         self._last_step = run.sampler.step_count
         self._interval = log_interval(run.trainer)
         self._folder = _folder(run.trainer)
-        self._traced = traced_weights(run.module)
+        self._traced = _traced_weights(run.module)
         self._prior_norm = prior_norm(run.chains)
         own = [PRIOR_NORM] if self._prior_norm is not None else []
         if run.chains.observed.num_data > 1:  # an analytic density has no data
             own.append(NLL)
         self.history.trace([*self._traced, *own, CYCLE])
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         run = self.run
         step = run.sampler.step_count
         if step == self._last_step or (step != 1 and step % self._interval):
@@ -181,7 +181,7 @@ class PosteriorDashboard(SamplerCallback):
         if self._prior_norm is not None:
             scalars["sampler/prior_norm"] = traces[len(self._traced)]
         if progress.warm_lr is None:
-            scalars |= named_step_sizes(run.sampler)
+            scalars |= _named_step_sizes(run.sampler)
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:
@@ -198,8 +198,7 @@ class PosteriorDashboard(SamplerCallback):
         if drawing is not None and sample is drawing.samples[-1]:
             self._drawing = None
         self.history.add_sample(sample, parameters if trainer.is_global_zero else None)
-        self._sample_step = trainer.global_step
-        count = self.history.samples.seen
+        self._sample_step, count = trainer.global_step, self.history.samples.seen
         scalars: dict[str, float] = {"samples/count": count}
         if self.history.has_weights:
             scalars["samples/weight_efficiency"] = self.history.weight_efficiency
@@ -209,9 +208,7 @@ class PosteriorDashboard(SamplerCallback):
 
     # -- when to draw -------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         # Before the next step, when collector and evaluator have seen the sample, whatever their order.
         if not self._due and self.run.chains.progress.cycle == self._cycle:
             return
@@ -231,15 +228,10 @@ class PosteriorDashboard(SamplerCallback):
         module = sampling_module(pl_module, self)
         self._folder = _folder(trainer)
         if not self.history.samples.seen and module.posterior is not None and trainer.is_global_zero:
-            self._read_samples(module)
+            for index, record in enumerate(module.posterior.records):  # of an earlier process's fit
+                wanted = self.history.takes_sketch
+                self.history.add_sample(record, module.posterior[index].parameters if wanted else {})
         self._draw(trainer, module, "test", trainer.global_step, self.for_print)
-
-    def _read_samples(self, module: ChainModel) -> None:
-        """Add the samples of an earlier process's fit to the history."""
-        assert module.posterior is not None
-        for index, record in enumerate(module.posterior.records):
-            wanted = self.history.takes_sketch
-            self.history.add_sample(record, module.posterior[index].parameters if wanted else {})
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
@@ -341,6 +333,24 @@ class PosteriorDashboard(SamplerCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state_dict(state_dict["history"])  # a test from a checkpoint shows it too
         self._drawn_samples = self.history.samples.seen
+
+
+def _traced_weights(module: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Return, by name, up to four tensors and an index in each, spread over the network, the same in every run."""
+    tensors = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    count = min(TRACED_WEIGHTS, len(tensors))
+    traced: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+    for turn in range(count):
+        name, tensor = tensors[round(turn * (len(tensors) - 1) / max(count - 1, 1))]
+        place = derive_seed(0, "trace", name) % tensor.numel()
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
+        traced[f"{name}[{', '.join(map(str, index))}]"] = (tensor, index)
+    return traced
+
+
+def _named_step_sizes(sampler: Sampler) -> dict[str, float]:
+    """Return the step sizes by name pattern as scalars, none if all parameters have one."""
+    return {f"sampler/lr/{group['name']}": mean_of(group["lr"]) for group in sampler.param_groups if "name" in group}
 
 
 def _folder(trainer: pl.Trainer) -> Path | None:

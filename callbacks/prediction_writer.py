@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.files import free_name, is_regular, replacing
@@ -43,7 +44,7 @@ class PredictionWriter(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         folder = run_folder(trainer)
-        parts = [p for p in _flatten(predictions) if isinstance(p, Prediction)]
+        parts = [p for p in tree_leaves(predictions) if isinstance(p, Prediction)]
         if not parts:
             return
         tensors = {}
@@ -52,7 +53,7 @@ class PredictionWriter(BasePredictionWriter):
             tensors[part] = torch.cat([p.parts[part] for p in parts], axis).cpu().contiguous()
         name = "predictions.safetensors"
         if trainer.world_size > 1:
-            tensors["index"] = torch.tensor(_flatten(batch_indices))
+            tensors["index"] = torch.tensor(tree_leaves(batch_indices))
             name = f"predictions-rank-{trainer.global_rank}.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
         if is_regular(folder / name):
@@ -60,9 +61,3 @@ class PredictionWriter(BasePredictionWriter):
         with replacing(folder / name) as temporary:
             save_file(tensors, temporary)
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
-
-
-def _flatten(nested: Any) -> list[Any]:
-    if isinstance(nested, list | tuple):
-        return [leaf for part in nested for leaf in _flatten(part)]
-    return [nested]

@@ -78,47 +78,34 @@ class RunSummary(SamplerCallback):
         evaluation: Evaluation | None = module.evaluations.get(stage)
         if not trainer.is_global_zero or evaluation is None or not evaluation.members:
             return
-        rows = _rows(evaluation)
         health, claim = _claim(trainer, module)
         what = _called(trainer, module, claim)
         sentences = five_sentences(evaluation, STAGE_NAMES[stage], health, claim)
         if not is_trial(trainer):
-            self._write_files(folder, module, stage, rows, what, sentences, claim, health)
+            rows = _rows(evaluation)
+            results = {
+                "recipe": self.name,
+                "scale": "run",
+                "seed": module.chains.seeds.run,
+                "stage": stage,
+                "samples": what,
+                "kind": claim.kind,
+                "sentences": sentences,
+                "verdict": None if health is None else {"verdict": health.verdict, "advice": health.advice},
+                "rows": rows,
+                "seconds": round(self._seconds, 3),
+                "plan": None if module.plan is None else module.plan.as_json(),
+                "contour": None if module.contour is None else module.contour.as_json(),
+                "origin": origin_of_run(),
+            }
+            keep_earlier_results(folder, results)
+            write_results(folder, results, _markdown(rows))
             self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
         efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
-        named = what if count != 1 else _one(what)
+        named = what if count != 1 else re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
         counted = f"{count} {named}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
         trial = " (fast_dev_run: hardly trained)" if is_trial(trainer) else ""
         _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}" + trial, folder)
-
-    def _write_files(
-        self,
-        folder: Path,
-        module: ChainModel,
-        stage: str,
-        rows: list[dict[str, Any]],
-        what: str,
-        sentences: dict[str, str],
-        claim: Claim,
-        health: HealthReport | None,
-    ) -> None:
-        results = {
-            "recipe": self.name,
-            "scale": "run",
-            "seed": module.chains.seeds.run,
-            "stage": stage,
-            "samples": what,
-            "kind": claim.kind,
-            "sentences": sentences,
-            "verdict": None if health is None else {"verdict": health.verdict, "advice": health.advice},
-            "rows": rows,
-            "seconds": round(self._seconds, 3),
-            "plan": None if module.plan is None else module.plan.as_json(),
-            "contour": None if module.contour is None else module.contour.as_json(),
-            "origin": origin_of_run(),
-        }
-        keep_earlier_results(folder, results)
-        write_results(folder, results, _markdown(rows))
 
     def _write_evaluation(self, folder: Path, trainer: pl.Trainer, module: ChainModel, stage: str, kind: str) -> None:
         """Write the per-datum results, for `sgmcmc compare`."""
@@ -145,14 +132,11 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     for method, values in _columns(evaluation).items():
         for metric, value in values.items():
             error = deviations[metric] if method == "single" and math.isfinite(deviations[metric]) else None
-            rows.append(
-                {"method": method, "metric": metric, "value": value, "error": error, "paper": None, "paper_error": None}
-            )
+            rows.append({"method": method, "metric": metric, "value": value, "error": error})
     efficiency = evaluation.weight_efficiency
     if efficiency is not None:
-        own = {"method": "bma", "metric": "weight_efficiency", "value": efficiency}
-        rows.append(own | {"error": None, "paper": None, "paper_error": None})
-    return rows
+        rows.append({"method": "bma", "metric": "weight_efficiency", "value": efficiency, "error": None})
+    return [row | {"paper": None, "paper_error": None} for row in rows]
 
 
 def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
@@ -198,17 +182,12 @@ def _called(trainer: pl.Trainer, module: ChainModel, claim: Claim) -> str:
     return "samples of a cold ensemble" if claim.kind == COLD else "posterior samples"
 
 
-def _one(what: str) -> str:
-    """Return the singular of what the table calls the samples."""
-    return re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
-
-
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    columns = ["method", "metric", "value", "error"]
-    errors = ["" if row["error"] is None else f"{row['error']:.4f}" for row in rows]
-    return markdown_table(
-        columns, [[r["method"], r["metric"], f"{r['value']:.4f}", e] for r, e in zip(rows, errors, strict=True)]
-    )
+    lines = []
+    for row in rows:
+        error = "" if row["error"] is None else f"{row['error']:.4f}"
+        lines.append([row["method"], row["metric"], f"{row['value']:.4f}", error])
+    return markdown_table(["method", "metric", "value", "error"], lines)
 
 
 def _print(evaluation: Evaluation, sentences: list[str], title: str, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Stores posterior samples, on disk or in memory."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,27 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.schedule import require_schedule
 from lightning_sgmcmc.chains.trainer import is_finished, is_trial, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import local_path
+from lightning_sgmcmc.files import flush_folder, is_regular, local_path, remove_left_over
 from lightning_sgmcmc.fit.checkpoints import check_common, mark_of_store
-from lightning_sgmcmc.fit.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero
+from lightning_sgmcmc.fit.folder import newest_store
 from lightning_sgmcmc.fit.resume import check_resume
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import description_for_store, model_of
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
-from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, next_aside, records_from
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.tables import Columns
+
+LEVELS = 3
+"""Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
 
 
 class SampleCollector(SamplerCallback):
@@ -35,10 +39,10 @@ class SampleCollector(SamplerCallback):
 
     On disk, every sample is complete and safe before the next step (see `DiskStore`); on CUDA a thread writes it while
     the device continues, and it is safe before the next checkpoint, and before anything in this process reads the
-    samples. A new fit moves samples that are
-    already in its folder aside (`samples-1`, `samples-2`, …). A fit from a checkpoint continues with them, except those
-    drawn after the checkpoint, which it moves aside. It takes the samples beside the checkpoint, if there are any, so
-    a copied or moved run uses its own. During a fit no other process can write to the folder.
+    samples. A new fit moves samples that are already in its folder aside (`samples-1`, `samples-2`, …). A fit from a
+    checkpoint continues with them, except those drawn after the checkpoint, which it moves aside. It takes the samples
+    beside the checkpoint, if there are any, so a copied or moved run uses its own. During a fit no other process can
+    write to the folder.
 
     Args:
         dirpath: folder of the store; None uses `samples` in the run's folder; in `trainer.test` and
@@ -128,10 +132,7 @@ class SampleCollector(SamplerCallback):
             self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
-            shared = module.chains.sharing.tensors()
-            self._lock = on_rank_zero(
-                trainer, lambda: begin_store(path, description_for_store(module), _columns(trainer), shared)
-            )
+            self._lock = _on_rank_zero(trainer, lambda: _begin_store(path, trainer, module))
             check_common("the samples' folder", lambda: path, mark_of_store)
             self._store = DiskStore(path)
         if isinstance(self._store, MemoryStore):
@@ -150,10 +151,11 @@ class SampleCollector(SamplerCallback):
             for sample in restored["samples"]:
                 self._store.append(PosteriorSample(**sample, shared=shared))
             return
-        path = check_common("the samples", lambda: find_store(restored, self.dirpath, trainer.ckpt_path), mark_of_store)
+        checkpoint = trainer.ckpt_path
+        path = check_common("the samples", lambda: _find_store(restored, self.dirpath, checkpoint), mark_of_store)
         trainer.strategy.barrier("read the store before it is cut")
         DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
-        self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))
+        self._lock = _on_rank_zero(trainer, lambda: _continue_store(path, restored))
         self._store = DiskStore(path)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -277,6 +279,121 @@ class SampleCollector(SamplerCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+
+
+# -- the folder of samples ---------------------------------------------------------------------------------------------
+
+
+def _begin_store(path: Path, trainer: pl.Trainer, module: ChainModel) -> StoreLock:
+    """Create an empty store for a new run, and move the samples of an earlier run aside."""
+    lock = StoreLock(path)
+    remove_left_over(path)
+    if (path / MANIFEST).exists():
+        aside = next_aside(path)
+        path.rename(aside)
+        flush_folder(path.parent)
+        rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
+        lock.release()
+        lock = StoreLock(path)
+    DiskStore.create(path, description_for_store(module), _columns(trainer), module.chains.sharing.tensors())
+    return lock
+
+
+def _find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Path | None) -> Path:
+    """Return the folder of a checkpoint's samples: the given one, one beside it (it may be moved), or the recorded."""
+    _check_saved(saved)
+    recorded = Path(saved["path"])
+    if dirpath is not None:
+        candidates = [dirpath]
+    else:
+        tails = [Path(*recorded.parts[-length:]) for length in range(1, min(LEVELS, len(recorded.parts) - 1) + 1)]
+        folders = list(Path(checkpoint).absolute().parents)[:LEVELS] if checkpoint else []
+        candidates = [folder / tail for folder in folders for tail in tails] + [recorded]
+        candidates += [aside for candidate in candidates for aside in aside_folders(candidate)]
+    foreign = None
+    best = (-1, candidates[0] if dirpath is not None else recorded)
+    for path in candidates:
+        if not (path / MANIFEST).exists():
+            continue
+        store = DiskStore(path)
+        if saved["run"] != store.run_id:
+            foreign = path
+            continue
+        count = _samples_there(saved, store)
+        if count >= saved["count"]:
+            return path
+        best = max(best, (count, path), key=lambda pair: pair[0])
+    if best[0] < 0 and foreign is not None:
+        stores = (aside for aside in aside_folders(foreign) if (aside / MANIFEST).exists())
+        theirs = next((aside for aside in stores if DiskStore(aside).run_id == saved["run"]), None)
+        remedy = f"pass dirpath='{theirs}', where its own are" if theirs else "pass the folder of its own as dirpath"
+        raise ValueError(f"{foreign} holds the samples of another run than the checkpoint's: {remedy}")
+    raise ValueError(
+        f"the checkpoint refers to {saved['count']} samples in {best[1]}, which holds {max(best[0], 0)}: restore the "
+        "folder, or start a new run"
+    )
+
+
+def _continue_store(path: Path, saved: dict[str, Any]) -> StoreLock:
+    """Set a store to a checkpoint's samples, and move later ones aside."""
+    lock = StoreLock(path)
+    remove_left_over(path)
+    store = DiskStore(path)
+    aside = store.set_aside(_records_of(saved, store))
+    if aside is not None:
+        rank_zero_info(f"{len(DiskStore(aside))} samples in {path} were drawn after the checkpoint: moved to {aside}")
+    return lock
+
+
+def _on_rank_zero(trainer: pl.Trainer, function: Callable[[], Any]) -> Any:
+    """Call a function on rank zero, and wait for it on all ranks; return its result there, None elsewhere."""
+    result, error = None, None
+    if trainer.is_global_zero:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    message = trainer.strategy.broadcast(None if error is None else str(error))
+    if error is not None:
+        raise error
+    if message is not None:
+        raise RuntimeError(f"rank 0 failed: {message}")
+    return result
+
+
+def _records_of(saved: dict[str, Any], store: DiskStore) -> list[SampleRecord]:
+    if "records" in saved:
+        records = records_from(saved["records"])
+        _check_energies(records, store)
+        return records
+    return [record for record in store.records if record.step <= saved["last_step"]]
+
+
+def _check_energies(records: list[SampleRecord], store: DiskStore) -> None:
+    """Raise ValueError if a checkpoint's record of a sample has another energy than the store's."""
+    energies = {record.file: record.energy for record in store.records}
+    for record in records:
+        energy = energies.get(record.file, record.energy)
+        if repr(energy) != repr(record.energy):  # as text, since NaN is not equal to itself
+            raise ValueError(
+                f"the checkpoint's record of {record.file} has the energy {record.energy}, and that in {store.path} "
+                f"{energy}: resume from another checkpoint, or start a new run"
+            )
+
+
+def _check_saved(saved: dict[str, Any]) -> None:
+    """Raise ValueError unless a collector's state in a checkpoint has the right form."""
+    kinds = {"path": str, "count": int, "last_step": int, "run": str, "records": list}
+    given = {"records": []} | saved
+    wrong = [name for name, kind in kinds.items() if not isinstance(given.get(name), kind)]
+    if wrong:
+        raise ValueError(f"the checkpoint's entry on its samples is damaged: {wrong[0]} is missing or has a wrong type")
+
+
+def _samples_there(saved: dict[str, Any], store: DiskStore) -> int:
+    """Return how many of a checkpoint's samples a store holds."""
+    records = _records_of(saved, store)
+    return sum(is_regular(store.path / r.file) for r in records) if "records" in saved else len(records)
 
 
 def _columns(trainer: pl.Trainer) -> Columns:

@@ -1,10 +1,11 @@
 """Schedules: when to draw samples, and with which controls."""
 
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.chains.callback import Run
@@ -140,7 +141,72 @@ class SamplingSchedule(Schedule):
         return step > self._burn_in and (step - self._burn_in) % self._every == 0
 
 
-class CyclicalSchedule(Schedule):
+Plan = TypeVar("Plan")
+
+
+class WholeRunSchedule(Schedule, Generic[Plan]):
+    """A schedule that is laid out over the whole run, whose number of steps its checkpoints remember."""
+
+    plans_whole_run = True
+    _plan: Plan | None = None
+    total_steps: int | None = None
+    """Optimizer steps of the checkpoint's run, and then of the fit."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.total_steps = self._plan = None
+
+    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            self.total_steps = saved["total_steps"]
+        super().begin(run, saved)
+
+    def plan_over(self, steps: int, length: RunLength) -> Plan:
+        """Return what is done in which of the schedule's steps, 1 to `steps`."""
+        raise NotImplementedError
+
+    @property
+    def laid_out(self) -> Plan:
+        """The plan over the run's length."""
+        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
+        return self._plan
+
+    def lay_out(self, length: RunLength) -> None:
+        if not math.isfinite(length.steps):
+            raise ValueError(
+                f"{type(self).__name__} needs a run with an end: set the trainer's max_steps, or max_epochs and a "
+                "loader that has a length"
+            )
+        self._plan = self.plan_over(int(length.steps), length)
+
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Lay the schedule out; warn if the run may end early, or if its length is not the checkpoint's."""
+        super().plan(trainer, module)
+        total = int(fit_steps(trainer))
+        ender = next((c for c in callbacks_of(trainer) if isinstance(c, EarlyStopping | Timer)), None)
+        if ender is not None:
+            rank_zero_warn(f"{type(ender).__name__} may end the run before {self._missed(total)} would be missing.")
+        if self.total_steps not in (None, total):
+            planned, ends = self._planned_and_ends()
+            rank_zero_warn(
+                f"The checkpoint's {planned} planned for {self.total_steps} steps, this run has {total}, so its {ends} "
+                "elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
+            )
+        self.total_steps = total
+
+    def _missed(self, total: int) -> str:
+        """Return what a run that ends early misses, for a message."""
+        return f"its last step, {total}, after which {type(self).__name__} draws its samples, so they"
+
+    def _planned_and_ends(self) -> tuple[str, str]:
+        """Return what another length of the run changes, for a message."""
+        return f"{type(self).__name__} was", "step size ends"
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"total_steps": self.total_steps}
+
+
+class CyclicalSchedule(WholeRunSchedule[CyclicalPlan]):
     """Cycles of exploration and sampling with a cosine step size (cSGLD, cSGHMC; any sampler).
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, ⌈K/M⌉)/⌈K/M⌉
@@ -181,42 +247,17 @@ class CyclicalSchedule(Schedule):
         self.exploration = exploration
         self.samples_per_cycle = samples_per_cycle
         self.temperature = temperature
-        self._plan: CyclicalPlan | None = None
         self._sample_steps: frozenset[int] = frozenset()
-        self._length = PlannedLength(
-            "CyclicalSchedule",
-            before=f"its {num_cycles} cycles over {{steps}} steps are complete, so the last samples would be missing",
-            planned="cycles were",
-            ends="cycles end",
-        )
 
-    def reset(self) -> None:
-        super().reset()
-        self._length.steps = None
-
-    def lay_out(self, length: RunLength) -> None:
-        total = self._length.steps_of(length)
-        if length.is_trial:
-            self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
-        else:
-            self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
-        self._sample_steps = frozenset(self._plan.sample_steps())
-
-    def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
-        if saved is not None:
-            self._length.steps = saved["total_steps"]
-        super().begin(run, saved)
-        self._length.begin(run.trainer)
+    def plan_over(self, steps: int, length: RunLength) -> CyclicalPlan:
+        own = (self.num_cycles, self.exploration, self.samples_per_cycle)
+        plan = CyclicalPlan(steps, *(own if not length.is_trial else (1, 0.0, 1)))
+        self._sample_steps = frozenset(plan.sample_steps())
+        return plan
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().plan(trainer, module)
         module.chains.progress.num_cycles = self.laid_out.num_cycles
-
-    @property
-    def laid_out(self) -> CyclicalPlan:
-        """The cycles over the run's length."""
-        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
-        return self._plan
 
     @property
     def first_sample(self) -> int:
@@ -235,44 +276,8 @@ class CyclicalSchedule(Schedule):
     def draws(self, step: int) -> bool:
         return step in self._sample_steps
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"total_steps": self._length.steps}
+    def _missed(self, total: int) -> str:
+        return f"its {self.num_cycles} cycles over {total} steps are complete, so the last samples"
 
-
-class PlannedLength:
-    """The optimizer steps of a run, remembered in its checkpoints.
-
-    Args:
-        before: what a run that ends early misses, for messages; "{steps}" is the number of steps.
-    """
-
-    def __init__(
-        self, name: str, before: str | None = None, planned: str | None = None, ends: str = "step size ends"
-    ) -> None:
-        last = f"its last step, {{steps}}, after which {name} draws its samples, so they would be missing"
-        self._name, self._before = name, before or last
-        self._planned, self._ends = planned or f"{name} was", ends
-        self.steps: int | None = None
-        """Those of the checkpoint, and then of the run."""
-
-    def steps_of(self, length: RunLength) -> int:
-        """Return the schedule's number of steps."""
-        if not math.isfinite(length.steps):
-            raise ValueError(
-                f"{self._name} needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
-                "has a length"
-            )
-        return int(length.steps)
-
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Warn if the run may end early, or if its length is not the checkpoint's."""
-        total, enders = int(fit_steps(trainer)), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
-        ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
-        if ender is not None:
-            rank_zero_warn(f"{type(ender).__name__} may end the run before {self._before.format(steps=total)}.")
-        if self.steps not in (None, total):
-            rank_zero_warn(
-                f"The checkpoint's {self._planned} planned for {self.steps} steps, this run has {total}, so its "
-                f"{self._ends} elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
-            )
-        self.steps = total
+    def _planned_and_ends(self) -> tuple[str, str]:
+        return "cycles were", "cycles end"

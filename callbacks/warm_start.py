@@ -121,8 +121,11 @@ class WarmStart(FirstStage):
         )
         if self.early_stopping is not None:
             self._best = BestStates(module.chains, self.early_stopping)
-        if saved:
-            self._load_chains([saved["chains"][chain] for chain in module.chains.layout.chains])
+        for index, chain in enumerate(module.chains.layout.chains) if saved else ():
+            own = saved["chains"][chain]
+            self._optimizers.load_state_dict(index, own["optimizer"])
+            if self._best is not None and "watch" in own:
+                self._best.load_state_dict(index, own)
         sampler.stand_in = self._update
 
     def _check_run(self, trainer: pl.Trainer, sampler: Sampler, saved: dict[str, Any] | None) -> None:
@@ -208,15 +211,12 @@ class WarmStart(FirstStage):
         if layout.gather(stopped.float()).all():
             # An accumulated step that is under way ends without effect, since no chain moves.
             module.chains.progress.warm_steps = module.sampler.step_count + int(module.chains.accumulation.accumulating)
-            self._plan_again(trainer, module)
+            schedule = schedule_of(trainer)
+            if schedule is not None:
+                schedule.plan(trainer, module)
 
     def _watches(self, trainer: pl.Trainer) -> bool:
         return not self._ended and trainer.state.fn == "fit" and not trainer.sanity_checking
-
-    def _plan_again(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        schedule = schedule_of(trainer)
-        if schedule is not None:
-            schedule.plan(trainer, module)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -275,16 +275,7 @@ class WarmStart(FirstStage):
         }
         if optimizers is None:
             return state
-        own = [self._state_of(optimizers, chain) for chain in range(module.num_chains)]
+        own: list[dict[str, Any]] = [{"optimizer": optimizers.state_dict(chain)} for chain in range(module.num_chains)]
+        for chain, of_chain in enumerate(own) if self._best is not None else ():
+            of_chain |= self._best.state_dict(chain)
         return state | {"chains": module.chains.layout.collect(own)}
-
-    def _state_of(self, optimizers: ChainOptimizers, chain: int) -> dict[str, Any]:
-        watched = {} if self._best is None else self._best.state_dict(chain)
-        return {"optimizer": optimizers.state_dict(chain)} | watched
-
-    def _load_chains(self, states: list[dict[str, Any]]) -> None:
-        assert self._optimizers is not None
-        for chain, state in enumerate(states):
-            self._optimizers.load_state_dict(chain, state["optimizer"])
-            if self._best is not None and "watch" in state:
-                self._best.load_state_dict(chain, state)

@@ -80,9 +80,7 @@ def is_of_other_namespace(value: Any) -> bool:
 
 
 def names_other_lightning(*modules: str) -> bool:
-    """Return whether one of the modules, or the main program, imports from `lightning` and not from
-    `pytorch_lightning`.
-    """
+    """Return whether a module, or the main program, imports from `lightning` and not from `pytorch_lightning`."""
     if "lightning.pytorch" not in sys.modules:
         return False
     for name in (*modules, "__main__"):

@@ -1,12 +1,14 @@
 """`torch.compile` where it works."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_sgmcmc.tensors import tensors_in
 
 Result = TypeVar("Result")
 
@@ -54,9 +56,8 @@ def compiled_if_possible(
 ) -> Callable[..., Result]:
     """Return a function compiled, which runs as it is from the first call on that cannot be compiled.
 
-    The first call may fail in any way; a later one only in the compiler, at a new shape. The backward pass is compiled
-    with the forward pass, since nothing could be done about a failure at its first use. `varies` is the place of the
-    only argument whose shapes vary.
+    Args:
+        varies: the place of the only argument whose shapes vary; None looks at all.
     """
     present: Callable[..., Result] = torch.compile(function, **options)
     shapes = Shapes(what)
@@ -74,7 +75,7 @@ def compiled_if_possible(
                 result = present(*args)
             works = True
             return result
-        except Exception as error:
+        except Exception as error:  # the first call may fail in any way, a later one only in the compiler
             if works and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
                 raise
             reason = _first_line(error)
@@ -107,7 +108,7 @@ class Shapes:
 
     def meet(self, batch: Any) -> bool:
         """Return whether the function is compiled for a batch now; say so once of a second shape, and warn of many."""
-        shape = tuple(_shapes_of(batch))
+        shape = tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
         key = (torch.is_grad_enabled(), shape)
         if key in self._compiled:
             return False
@@ -128,14 +129,6 @@ class Shapes:
                 "(pad_to_multiple_of=64 of a tokenizer), pass drop_last=True, or compile=False."
             )
         return True
-
-
-def _shapes_of(batch: Any) -> Iterator[tuple[int, ...]]:
-    if isinstance(batch, torch.Tensor):
-        yield tuple(batch.shape)
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _shapes_of(part)
 
 
 def _add_one(x: torch.Tensor) -> torch.Tensor:

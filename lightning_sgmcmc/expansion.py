@@ -221,8 +221,7 @@ def reset_expanded(layer: Any) -> None:
 
 
 def collapse(module: Module) -> Module:
-    """Return a module whose expanded layers are plain ones with the product as their weight: a copy, or the module
-    itself if it has no such layer."""
+    """Return a copy of a module whose expanded layers are plain ones, or the module itself if it has no such layer."""
     if not any(map(is_expanded, module.modules())):
         return module
     found = copy.deepcopy(module)
@@ -233,7 +232,7 @@ def collapse(module: Module) -> Module:
 
 def expanded_layers(module: nn.Module) -> Iterator[Any]:
     """Yield the expanded layers of a module."""
-    yield from [layer for layer in module.modules() if is_expanded(layer)]
+    yield from filter(is_expanded, list(module.modules()))
 
 
 def make_plain(layer: Any) -> None:

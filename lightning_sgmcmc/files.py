@@ -119,10 +119,7 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file that replaces `path`, a link too, at the end; an error leaves `path` alone.
-
-    The name is this thread's own, so that of several writers the last one wins.
-    """
+    """Yield the name of a temporary file of this thread that replaces `path` at the end, unless there is an error."""
     writer = f"{os.getpid():x}-{threading.get_ident():x}"
     # Hidden, since callers look for files by the beginnings of names; cut, since file systems limit their lengths.
     temporary = path.with_name(f".{path.name[:40]}.{writer}{TEMPORARY}")

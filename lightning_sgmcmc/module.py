@@ -14,15 +14,14 @@ from lightning_sgmcmc.chains.energies import Execution
 from lightning_sgmcmc.chains.layout import present_place
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.starts import redraw
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_example, leave_out_graph, put_in_place, settle_folders
+from lightning_sgmcmc.chains.trainer import instances_of, is_example, leave_out_graph, put_in_place, settle_folders
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.fit.checks import warn_of_other_loss
-from lightning_sgmcmc.fit.loggers import stay_offline_without_login
-from lightning_sgmcmc.fit.progress_bar import SamplingProgress
+from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.health.report import HealthReport
@@ -246,8 +245,7 @@ class BayesianModule(ChainModel):
         """
         if self._trainer is not None and self._trainer.state.fn == "fit":
             check_continues(checkpoint, str(self._trainer.ckpt_path), type(self).__name__)
-        callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
-        count_saved_fit(self.chains.seeds, checkpoint, callbacks)
+        count_saved_fit(self.chains.seeds, checkpoint, self._trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss Σ_c Ũ_c/N; `chains` stores the energies.
@@ -377,11 +375,11 @@ class BayesianModule(ChainModel):
         self.chains.claims.clear()
         self.chains.seeds.place = present_place()
         put_in_place(self.trainer)
-        if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
+        if instances_of(self.trainer, Safeguards):
             return []
         safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)
         needed: list[pl.Callback] = [safeguards]
-        if not any(isinstance(callback, ExactResume) for callback in callbacks_of(self.trainer)):
+        if not instances_of(self.trainer, ExactResume):
             needed.insert(0, ExactResume())  # a batch is counted before the run can be interrupted
         if self.trainer.progress_bar_callback is not None:
             needed.append(SamplingProgress(safeguards))

@@ -9,7 +9,28 @@ from lightning_sgmcmc.checks import check_count, check_positive, check_within
 
 
 @dataclass(frozen=True)
-class CyclicalPlan:
+class Cycles:
+    """Cycles of equal length in K steps; the last one is shorter where M does not divide K."""
+
+    total_steps: int
+    num_cycles: int
+
+    @property
+    def period(self) -> int:
+        """P, the number of steps in a cycle."""
+        return math.ceil(self.total_steps / self.num_cycles)
+
+    def cycle_of(self, step: int) -> int:
+        """Return the cycle of step k, from 0."""
+        return (step - 1) // self.period
+
+    def end_of(self, cycle: int) -> int:
+        """Return the last step of a cycle."""
+        return min((cycle + 1) * self.period, self.total_steps)
+
+
+@dataclass(frozen=True)
+class CyclicalPlan(Cycles):
     """The cyclical schedule of cSG-MCMC: M cycles in K steps (Zhang et al. 2020, eq. (2) and Algorithm 1).
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
@@ -24,8 +45,6 @@ class CyclicalPlan:
     [1.0, 0.5, 0.02, 1.0]
     """
 
-    total_steps: int
-    num_cycles: int
     exploration: float
     samples_per_cycle: int
 
@@ -33,7 +52,8 @@ class CyclicalPlan:
         if min(self.total_steps, self.num_cycles, self.samples_per_cycle) < 1 or not 0 <= self.exploration <= 1:
             raise ValueError(f"a plan needs positive numbers, and an exploration in [0, 1], got {self}")
         for cycle in range(self.num_cycles):
-            length, stage = self._length_of(cycle), self._length_of(cycle) - self._sampling_start
+            length = self.end_of(cycle) - cycle * self.period
+            stage = length - self._sampling_start
             if length < 1 or stage < self.samples_per_cycle:
                 raise ValueError(
                     f"cycle {cycle + 1} of {self.num_cycles} has {max(stage, 0)} sampling steps for "
@@ -43,22 +63,10 @@ class CyclicalPlan:
                 )
 
     @property
-    def period(self) -> int:
-        """P, the number of steps in a cycle."""
-        return math.ceil(self.total_steps / self.num_cycles)
-
-    @property
     def _sampling_start(self) -> int:
         """The first position j in a cycle, from 0, with j/P ≥ β."""
         start = math.floor(self.exploration * self.period)  # may be one too low by rounding
         return start if start / self.period >= self.exploration else start + 1
-
-    def _length_of(self, cycle: int) -> int:
-        return min(self.period, self.total_steps - cycle * self.period)
-
-    def cycle_of(self, step: int) -> int:
-        """Return the cycle of step k, from 0."""
-        return (step - 1) // self.period
 
     def lr_factor(self, step: int) -> float:
         """Return lr_k/lr_0."""
@@ -72,15 +80,15 @@ class CyclicalPlan:
         """Return the steps after which a sample is drawn."""
         steps = []
         for cycle in range(self.num_cycles):
-            end = cycle * self.period + self._length_of(cycle)
-            stage = self._length_of(cycle) - self._sampling_start
+            end = self.end_of(cycle)
+            stage = end - cycle * self.period - self._sampling_start
             count = self.samples_per_cycle
             steps += [end - stage * i // count for i in reversed(range(count))]
         return steps
 
 
 @dataclass(frozen=True)
-class AveragingPlan:
+class AveragingPlan(Cycles):
     """The schedule of SWAG: the step size falls to a constant, at which iterates are collected; in M equal cycles.
 
         lr_k = lr_0·[f + (1-f)·(cos(π·j/S) + 1)/2] for j < S,   lr_0·f for j ≥ S,   j = mod(k-1, P), S = ⌈(1-c)·P⌉
@@ -97,8 +105,6 @@ class AveragingPlan:
     [1.0, 0.75, 0.5, 0.5, 1.0]
     """
 
-    total_steps: int
-    num_cycles: int
     collection: float
     lr_factor: float
     every_n_steps: int
@@ -116,17 +122,8 @@ class AveragingPlan:
             )
 
     @property
-    def period(self) -> int:
-        """P, the number of steps in a cycle."""
-        return math.ceil(self.total_steps / self.num_cycles)
-
-    @property
     def _start(self) -> int:
         return math.ceil(round((1 - self.collection) * self.period, 9))
-
-    def cycle_of(self, step: int) -> int:
-        """Return the cycle of step k, from 0."""
-        return (step - 1) // self.period
 
     def lr_factor_of(self, step: int) -> float:
         """Return lr_k/lr_0."""
@@ -135,21 +132,17 @@ class AveragingPlan:
             return self.lr_factor
         return self.lr_factor + (1 - self.lr_factor) * (math.cos(math.pi * position / self._start) + 1) / 2
 
-    def _steps_left(self, step: int) -> int:
-        end = min((self.cycle_of(step) + 1) * self.period, self.total_steps)
-        return end - step
-
     def is_collecting(self, step: int) -> bool:
         """Return whether step k is in the stage with the constant step size."""
         return (step - 1) % self.period >= self._start
 
     def collects(self, step: int) -> bool:
         """Return whether the state after step k is collected."""
-        return self.is_collecting(step) and self._steps_left(step) % self.every_n_steps == 0
+        return self.is_collecting(step) and (self.end_of(self.cycle_of(step)) - step) % self.every_n_steps == 0
 
     def ends_cycle(self, step: int) -> bool:
         """Return whether step k is the last of its cycle."""
-        return self._steps_left(step) == 0
+        return step == self.end_of(self.cycle_of(step))
 
 
 def cyclical_lr_factor(step: int, period: int) -> float:

@@ -2,8 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -58,8 +58,8 @@ def reseed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-class TorchStates:
-    """Where torch's default generators are now."""
+class TorchStates(AbstractContextManager[None]):
+    """Where torch's default generators are now; they are there again at a context's end."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self._cpu = torch.default_generator.get_state()
@@ -71,6 +71,9 @@ class TorchStates:
         torch.default_generator.set_state(self._cpu)
         for device, state in self._states.items():
             torch.get_device_module(device).set_rng_state(state, *_place(device))
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
 
 def _place(device: torch.device) -> tuple[torch.device, ...]:
@@ -91,19 +94,11 @@ class GeneratorStates(TorchStates):
         random.setstate(self._python)
 
 
-@contextmanager
-def _restored(states: TorchStates) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        states.restore()
-
-
 def unchanged_torch_generators(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
     """Restore torch's default generators, as they are now, at a context's end; see `TorchStates`."""
-    return _restored(TorchStates(devices))
+    return TorchStates(devices)
 
 
 def unchanged_generators(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
     """Restore the default generators, as they are now, at a context's end; see `GeneratorStates`."""
-    return _restored(GeneratorStates(devices))
+    return GeneratorStates(devices)

@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,7 @@ def as_rows(tensor: Tensor, num_chains: int) -> Tensor:
 
 
 def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
-    """Return the inner product of each pair of tensors, shape (T,), without synchronizing the device.
-
-    With several chains the tensors have a leading chain axis, and the shape is (T, C).
-    """
+    """Return the inner product of each pair of tensors, shape (T,), or of each pair and chain, (T, C)."""
     if chains > 1:
         return torch.stack([as_rows(x * y, chains).sum(1) for x, y in zip(a, b, strict=True)])
     return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
@@ -125,6 +122,15 @@ def mean_of(control: Control) -> float:
     return control.mean().item() if isinstance(control, Tensor) else float(control)
 
 
+def tensors_in(nested: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings, lists and tuples, such as a batch."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Mapping | list | tuple):
+        for part in nested.values() if isinstance(nested, Mapping) else nested:
+            yield from tensors_in(part)
+
+
 # -- finite ------------------------------------------------------------------------------------------------------------
 
 STATISTICS = ("running_mean", "running_var")
@@ -151,15 +157,11 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]], infinities: bool = T
 
 
 def bad_tensor(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor that rules a state out as a sample, or None; it waits for the device once.
-
-    Such a tensor is a parameter or running statistic that is not finite, or a buffer with a NaN (masks have
-    infinities).
-    """
+    """Return the name of a parameter or running statistic that is not finite, or of a buffer with a NaN, or None."""
     statistics = {name: tensor for name, tensor in buffers.items() if name.endswith(STATISTICS)}
     if statistics:
         parameters = {**parameters, **statistics}
-        buffers = {name: tensor for name, tensor in buffers.items() if name not in statistics}
+        buffers = {name: tensor for name, tensor in buffers.items() if name not in statistics}  # masks have infinities
     of_parameters, of_buffers = (
         [t for t in part.values() if t.is_floating_point() and t.numel()] for part in (parameters, buffers)
     )

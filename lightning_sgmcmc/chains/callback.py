@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import pytorch_lightning as pl
 import torch
@@ -96,8 +96,8 @@ class RunCallback(pl.Callback):
     is_probe: ClassVar[bool] = False
     """Whether it belongs to a short run of a tuner, in which a step may cut the batches of an order."""
 
-    kind: str | None = None
-    """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
+    kinds: tuple[str, str] | None = None
+    """What a run of one chain and one of several are called, if they are a baseline; None for a run that samples."""
 
     sets_lr: bool = False
     """Whether it sets the step size."""
@@ -139,11 +139,6 @@ class RunCallback(pl.Callback):
     def sampled_chains(self, total: int) -> SampledChains | None:
         """Return the chains that draw samples if it changes their number, of this total of the run, None otherwise."""
         return None
-
-
-def declares(callback: pl.Callback) -> TypeGuard[RunCallback]:
-    """Return whether a callback's class declares what it is; a mock of one answers anything."""
-    return issubclass(type(callback), RunCallback)
 
 
 def arguments_of(callback: pl.Callback) -> dict[str, Any]:

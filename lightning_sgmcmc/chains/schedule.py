@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.chains.callback import Place, PlannedSchedule, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_trial, pass_on
+from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_trial, pass_on
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
@@ -60,6 +60,8 @@ class Schedule(SamplerCallback):
     place = Place.SCHEDULE
     setting = "schedule"
     entries: ClassVar[Mapping[str, Any]] = {"warm_steps": int}
+    plans_whole_run: ClassVar[bool] = False
+    """Whether it is laid out for a certain number of steps."""
 
     temperature: float | None = None
     """τ of the target; None uses the module's."""
@@ -82,7 +84,7 @@ class Schedule(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         sampling_module(pl_module, self)
-        schedules = [c for c in callbacks_of(trainer) if isinstance(c, Schedule)]
+        schedules = instances_of(trainer, Schedule)
         if len(schedules) > 1:
             names = " and ".join(type(c).__name__ for c in schedules)
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
@@ -112,7 +114,7 @@ class Schedule(SamplerCallback):
         lr = sampler.param_groups[0]["initial_lr"]
         self._saved_warm_steps = progress.warm_steps
         steps = fit_steps(trainer) - progress.warm_steps
-        self._planned = steps if hasattr(self, "_length") else math.inf
+        self._planned = steps if self.plans_whole_run else math.inf
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
@@ -217,7 +219,7 @@ class Schedule(SamplerCallback):
 
 def begin_first_stage(trainer: pl.Trainer, module: ChainModel) -> FirstStage | None:
     """Begin the run's first stage, if it has one, and return it."""
-    stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+    stage = next(iter(instances_of(trainer, FirstStage)), None)
     if stage is not None:
         stage.enter(trainer, module)
     return stage
@@ -225,8 +227,7 @@ def begin_first_stage(trainer: pl.Trainer, module: ChainModel) -> FirstStage | N
 
 def is_warming_up(trainer: pl.Trainer, module: ChainModel, batch_idx: int) -> bool:
     """Return whether the step of a coming micro-batch belongs to the run's first stage."""
-    stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
-    if stage is not None and module.chains.progress.stage is Stage.WARM_START:
+    for stage in instances_of(trainer, FirstStage) if module.chains.progress.stage is Stage.WARM_START else ():
         stage.advance(trainer, module, batch_idx)
     return module.chains.progress.stage is Stage.WARM_START
 
@@ -252,7 +253,7 @@ def epoch_length(trainer: pl.Trainer) -> int:
 
 def schedule_of(trainer: pl.Trainer) -> Schedule | None:
     """Return the run's schedule, if it has one."""
-    return next((c for c in callbacks_of(trainer) if isinstance(c, Schedule)), None)
+    return next(iter(instances_of(trainer, Schedule)), None)
 
 
 def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:

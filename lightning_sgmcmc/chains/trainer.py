@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
@@ -18,10 +18,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_sgmcmc.chains.callback import Place, RunCallback, declares
+from lightning_sgmcmc.chains.callback import Place, RunCallback
 from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.files import MASK, is_remote, is_secret, text_without_secrets
 from lightning_sgmcmc.plain import markdown_table
+
+Kind = TypeVar("Kind")
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -29,9 +32,14 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return cast("list[pl.Callback]", cast(Any, trainer).callbacks)
 
 
+def instances_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """Return the trainer's callbacks of a class, in their order; a mock of one, which answers anything, is none."""
+    return [cast(Kind, callback) for callback in callbacks_of(trainer) if issubclass(type(callback), kind)]
+
+
 def declared(trainer: pl.Trainer) -> list[RunCallback]:
     """Return the trainer's callbacks that declare what they are, in their order."""
-    return [callback for callback in callbacks_of(trainer) if declares(callback)]
+    return instances_of(trainer, RunCallback)
 
 
 def log_interval(trainer: pl.Trainer) -> int:
@@ -135,18 +143,17 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def put_in_place(trainer: pl.Trainer) -> None:
-    """Sort the trainer's callbacks that have a place, among the positions of its list that they take."""
+    """Sort the trainer's callbacks that have a place, among the positions of its list that they take.
+
+    Lightning's monitor of the step size reads what the schedule has set.
+    """
+    places = {id(callback): callback.place for callback in declared(trainer) if callback.place is not None}
+    places |= {id(monitor): Place.DIAGNOSIS for monitor in instances_of(trainer, LearningRateMonitor)}
     callbacks = callbacks_of(trainer)
-    positions = [index for index, callback in enumerate(callbacks) if _place_of(callback) is not None]
-    placed = sorted((callbacks[index] for index in positions), key=lambda c: (_place_of(c), type(c).__name__))
+    positions = [index for index, callback in enumerate(callbacks) if id(callback) in places]
+    placed = sorted((callbacks[index] for index in positions), key=lambda c: (places[id(c)], type(c).__name__))
     for index, callback in zip(positions, placed, strict=True):
         callbacks[index] = callback
-
-
-def _place_of(callback: Any) -> Place | None:
-    if isinstance(callback, LearningRateMonitor):
-        return Place.DIAGNOSIS  # it reads what the schedule has set
-    return callback.place if declares(callback) else None
 
 
 # -- baseline ----------------------------------------------------------------------------------------------------------
@@ -155,11 +162,12 @@ def _place_of(callback: Any) -> Place | None:
 def baseline_of(trainer: pl.Trainer) -> str | None:
     """Return the name of the baseline that a run is, such as "deep ensemble" or "SWAG"; None for a run that samples."""
     # A callback that makes several networks of each of the schedule's names the run: "MC dropout ensemble".
-    schedules = [callback for callback in declared(trainer) if callback.as_schedule() is not None]
-    others = [callback for callback in declared(trainer) if callback.as_schedule() is None]
-    inner = next((callback.kind for callback in schedules), None)
-    outer = next((callback.kind for callback in others if callback.kind is not None), inner)
-    return None if inner is None else outer
+    several = layout_of(trainer, chains_of(trainer.lightning_module).num_chains).total_chains > 1
+    schedule = next((callback for callback in declared(trainer) if callback.as_schedule() is not None), None)
+    if schedule is None or schedule.kinds is None:
+        return None
+    outer = next((c.kinds for c in declared(trainer) if c.kinds and c.as_schedule() is None), schedule.kinds)
+    return outer[several]
 
 
 # -- folder ------------------------------------------------------------------------------------------------------------

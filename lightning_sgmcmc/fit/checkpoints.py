@@ -4,6 +4,7 @@ import io
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
-from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
-from lightning_sgmcmc.chains.callback import declares
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -36,10 +35,7 @@ from lightning_sgmcmc.seeding import GeneratorStates, derive_seed
 
 
 def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
-    """Return what `find` does, once all ranks have seen the same there by `mark`; all ranks call it.
-
-    What `find` raises is raised where the ranks agree otherwise.
-    """
+    """Return what `find` does, or raise its error, once all ranks have seen the same there by `mark`; all call it."""
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     path, error, seen = None, None, None
     try:
@@ -90,10 +86,7 @@ def _mark_of_checkpoint(path: Path) -> str | None:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint to a temporary file in the same folder, flushes it to disk, and then renames it.
-
-    Lightning's writes through the system's temporary folder and copies, so a full disk or a kill loses both files.
-    """
+    """Writes a checkpoint to a temporary file in the same folder and renames it, so that a kill leaves the old one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint."""
@@ -169,19 +162,17 @@ NEEDED = ("state_dict", "pytorch-lightning_version", "global_step")
 
 def _check_form(content: dict[str, Any], path: Any) -> None:
     """Raise ValueError unless a checkpoint has what Lightning reads without a check of its own."""
-    wrong = [f"{name!r} is missing" for name in NEEDED if name not in content]
-    wrong += [
-        f"{name!r} is a {type(content[name]).__name__}"
-        for name, kind in FORM.items()
-        if name in content and not isinstance(content[name], kind)
-    ]
-    if not wrong:
-        odd = [name for name, value in content["state_dict"].items() if not isinstance(value, torch.Tensor)]
-        wrong = [f"{name!r} of its state is no tensor" for name in odd if not str(name).endswith("_extra_state")]
-    if wrong:
+    wrong = next((f"{name!r} is missing" for name in NEEDED if name not in content), None)
+    for name, kind in FORM.items() if wrong is None else ():
+        if not isinstance(content.get(name, kind()), kind):
+            wrong = wrong or f"{name!r} is a {type(content[name]).__name__}"
+    for name, value in content["state_dict"].items() if wrong is None else ():
+        if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
+            wrong = f"{name!r} of its state is no tensor"
+    if wrong is not None:
         raise ValueError(
-            f"{path} is damaged, or no checkpoint of Lightning: {wrong[0][:200]}; resume from another, or pass a "
-            "file with a state as chain_start=[…]"
+            f"{path} is damaged, or no checkpoint of Lightning: {wrong[:200]}; resume from another, or pass a file "
+            "with a state as chain_start=[…]"
         )
 
 
@@ -217,19 +208,14 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
         raise ValueError(_damaged(place, saved))
 
 
-def check_entries(callback: pl.Callback, states: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a callback's state in a checkpoint has the entries that it declares, of their types."""
-    known: Mapping[str, Any] = {}
-    if declares(callback):
-        known = callback.entries
-    elif isinstance(callback, ModelCheckpoint):
-        known = OF_LIGHTNING
-    if not known or callback.state_key not in states:
+def check_entries(callback: pl.Callback, entries: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a callback's state in a checkpoint has entries of these types."""
+    if not entries or callback.state_key not in states:
         return
     name, saved = type(callback).__name__, states[callback.state_key]
     if not isinstance(saved, dict):
         raise ValueError(_damaged(f"callbacks.{name}", saved))
-    for entry, kind in known.items():
+    for entry, kind in entries.items():
         value = saved.get(entry)
         if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**64):
             raise ValueError(_damaged(f"callbacks.{name}.{entry}", value))
@@ -240,12 +226,9 @@ def _damaged(place: str, saved: Any) -> str:
 
 
 def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
-    """Add the constructor's arguments that are plain data and no secrets to a checkpoint, for `load_from_checkpoint`.
-
-    What the user has saved by `save_hyperparameters` stays as it is.
-    """
+    """Add the constructor's arguments that are plain data and no secrets to a checkpoint."""
     if "_hparams_name" in vars(module) or module.hparams:
-        return
+        return  # the user has saved some by `save_hyperparameters`
     arguments: dict[str, Any] = getattr(module, "_arguments", {})
     kept = {n: v for n, v in arguments.items() if _is_plain(v) and not (isinstance(v, str) and is_secret(n))}
     checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = kept
@@ -292,6 +275,65 @@ def describe_checkpoint(trainer: pl.Trainer) -> str:
     return f"the last good checkpoint is {path}" if path is not None else "there is no checkpoint to resume from"
 
 
+# -- loop counts -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RunPlace:
+    """Where a run is, by its own counts of epochs over all fits of the trainer, and of batches in the epoch."""
+
+    epoch: int = 0
+    in_epoch: int = 0
+    is_over: bool = False
+    before: int = 0
+    """Batches of the trainer's earlier fits."""
+    steps_before: int = 0
+    begins_epoch: bool = True
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> "RunPlace":
+        """Return the place that a checkpoint has kept."""
+        check_loops(saved, cls().state_dict(), PLACE)
+        own = {name: saved[name] for name in cls().state_dict()}
+        return cls(**own, begins_epoch=own["is_over"])
+
+    def count(self, trainer: pl.Trainer) -> None:
+        """Count a batch that has ended; the first of an epoch begins it."""
+        if self.begins_epoch:
+            self.epoch, self.in_epoch, self.begins_epoch = trainer.current_epoch, 0, False
+        self.in_epoch += 1
+        self.is_over = trainer.is_last_batch
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """End an epoch that a callback has cut short; a run that ends in mid-epoch may go on there."""
+        by_steps = 0 <= trainer.max_steps <= trainer.global_step
+        self.is_over = self.is_over or not (by_steps or trainer.should_stop)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return the place as plain data."""
+        return {name: value for name, value in asdict(self).items() if name != "begins_epoch"}
+
+
+def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: RunPlace, accumulating: bool) -> None:
+    """Set the counts of a saved fit loop, in place, as if the run had never stopped at the end of its last batch."""
+    total, over = place.before + batches, place.is_over
+    # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.
+    pending = int(not over)
+    within, epochs = (0, place.epoch + 1) if over else (place.in_epoch, place.epoch)
+    progress = fit_loop["epoch_loop.batch_progress"]
+    _set_counts(progress, "total", begun=total, processed=total, ended=total - pending)
+    _set_counts(progress, "current", begun=within, processed=within, ended=within - pending)
+    progress["is_last_batch"] = False
+    for count in ("total", "current"):
+        _set_counts(fit_loop["epoch_progress"], count, begun=epochs + pending, processed=epochs, ended=epochs)
+    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating or over else steps - 1
+
+
+def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
+    progress[count].update(ready=begun, started=begun, processed=processed, completed=ended)
+
+
 # -- generators --------------------------------------------------------------------------------------------------------
 
 
@@ -313,8 +355,7 @@ class ProcessGenerators:
         self._loaders = flat_loaders(trainer.train_dataloader)
 
     def seed_workers(self, loader: DataLoader[Any], seed: int) -> None:
-        """Give a loader without a generator one of the run during the fit: a pass begins by drawing the workers' seed,
-        and later draws should not depend on it."""
+        """Give a loader without a generator one of the run, so that later draws do not depend on its workers' seed."""
         if loader.generator is None:
             loader.generator = torch.Generator().manual_seed(derive_seed(seed, "workers"))
             self._lent.append(loader)
@@ -330,7 +371,7 @@ class ProcessGenerators:
 
     def begin_validation(self, trainer: pl.Trainer) -> None:
         """Draw from the copy what the validation loaders draw in a pass."""
-        if self._states is not None:
+        if self.is_kept:
             self._draw(flat_loaders(trainer.val_dataloaders), 1)
 
     def _draw(self, loaders: Iterable[Any], passes: int) -> None:

@@ -2,14 +2,14 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning import callbacks as lightning_callbacks
-from pytorch_lightning.callbacks import EarlyStopping, Timer
+from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -20,7 +20,15 @@ from lightning_sgmcmc.batches.rows import resolve_num_data, stream_of, training_
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of, is_per_chain, sampler_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
-from lightning_sgmcmc.chains.trainer import callbacks_of, declared, fit_steps, is_probe, is_trial, repeated_batches
+from lightning_sgmcmc.chains.trainer import (
+    callbacks_of,
+    declared,
+    fit_steps,
+    instances_of,
+    is_probe,
+    is_trial,
+    repeated_batches,
+)
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
@@ -31,23 +39,20 @@ from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
-MEDDLING: dict[str, str] = {
-    "StochasticWeightAveraging": "averages weights and sets the step size, so the chain samples nothing",
-    "WeightAveraging": "evaluates averaged weights, whereas a posterior averages predictions",
-    "EMAWeightAveraging": "evaluates averaged weights, whereas a posterior averages predictions",
-    "BaseFinetuning": "freezes and unfreezes parameters during the run, so the chain's state space changes",
-    "ModelPruning": "sets weights to zero during the run, so the chain samples nothing",
-}
-
 TARGETS = {"regression": "numbers", "classes": "classes", "counts": "counts"}
 
-SEARCHING: dict[str, str] = {
+REFUSED: dict[str, str] = {
+    "StochasticWeightAveraging": "{} averages weights and sets the step size, so the chain samples nothing: remove it",
+    "WeightAveraging": "{} evaluates averaged weights, whereas a posterior averages predictions: remove it",
+    "BaseFinetuning": "{} freezes and unfreezes parameters during the run, so the chain's state space changes: "
+    "remove it",
+    "ModelPruning": "{} sets weights to zero during the run, so the chain samples nothing: remove it",
     "LearningRateFinder": "LearningRateFinder (Tuner.lr_find) ranks step sizes by how fast they optimize, not by "
     "whether they sample the posterior: use lightning_sgmcmc.tune.propose_lr(module, datamodule=…)",
     "BatchSizeFinder": "BatchSizeFinder (Tuner.scale_batch_size) trains without the run's callbacks, so no energy is "
     "computed, and the batch size sets the noise of the gradients: pass batch_size to the datamodule",
 }
-"""Lightning's searches that a sampling run refuses, with the whole sentence."""
+"""Lightning's callbacks that a sampling run refuses, and why; a newer Lightning has more of them than an older one."""
 
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -122,29 +127,36 @@ def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "a loss scaler skips steps of one process's chains, so the chains' schedules diverge: use "
             "precision='bf16-mixed' for chains on several processes"
         )
-    if is_per_chain(getattr(module, "lr", None)) and any(
-        isinstance(c, lightning_callbacks.LearningRateMonitor) for c in callbacks_of(trainer)
-    ):
+    if is_per_chain(getattr(module, "lr", None)) and instances_of(trainer, LearningRateMonitor):
         raise ValueError("LearningRateMonitor logs one number, but lr has one per chain: remove it")
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    for callback in callbacks_of(trainer):
-        for name, reason in MEDDLING.items():
-            kind = getattr(lightning_callbacks, name, None)
-            if kind is not None and isinstance(callback, kind):
-                raise ValueError(f"{type(callback).__name__} {reason}: remove it")
-        for name, sentence in SEARCHING.items():
-            if isinstance(callback, getattr(lightning_callbacks, name)):
-                raise ValueError(sentence)
-        if isinstance(callback, lightning_callbacks.LearningRateMonitor) and callback.log_weight_decay:
-            raise ValueError(
-                "LearningRateMonitor(log_weight_decay=True) needs an optimizer with a weight decay, and a sampler has "
-                "none, since the prior has its place: leave log_weight_decay out"
-            )
+    for name, reason in REFUSED.items():
+        kind = getattr(lightning_callbacks, name, None)
+        for callback in instances_of(trainer, kind) if kind is not None else ():
+            raise ValueError(reason.format(type(callback).__name__))
+    if any(monitor.log_weight_decay for monitor in instances_of(trainer, LearningRateMonitor)):
+        raise ValueError(
+            "LearningRateMonitor(log_weight_decay=True) needs an optimizer with a weight decay, and a sampler has "
+            "none, since the prior has its place: leave log_weight_decay out"
+        )
 
 
-def check_step_size(sampler: Sampler) -> None:
+def check_start(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> None:
+    """Warn about data, step sizes and samplers with which a fit does other than it seems to; called when it starts."""
+    _check_data(trainer)
+    _check_own_prior(module)
+    _check_step_size(sampler)
+    if is_trial(trainer):
+        return
+    _check_thermostat(trainer, sampler)
+    if not is_probe(trainer):
+        _check_schedulers(trainer, sampler)
+        _check_tested(trainer, sampler)
+
+
+def _check_step_size(sampler: Sampler) -> None:
     """Warn if no chain can move, or if some parameters cannot."""
     still = [group for group in sampler.param_groups if float(torch.as_tensor(group["lr"]).max()) == 0]
     if still:
@@ -152,10 +164,9 @@ def check_step_size(sampler: Sampler) -> None:
         rank_zero_warn(f"lr=0: {which}, so its samples all equal its start: pass a positive lr.")
 
 
-def check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
-    """Warn if a scheduler of torch changes the step size of a chain that samples; called when training starts."""
-    is_noisy = any(map(sampler.is_noisy, sampler.param_groups))
-    if trainer.lr_scheduler_configs and is_noisy and not is_trial(trainer) and not is_probe(trainer):
+def _check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn if a scheduler of torch changes the step size of a chain that samples."""
+    if trainer.lr_scheduler_configs and any(map(sampler.is_noisy, sampler.param_groups)):
         scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
         rank_zero_warn(
             f"{scheduler} changes the step size while the chain samples, which no schedule of the library plans for: "
@@ -181,9 +192,9 @@ def warn_of_other_loss(trainer: pl.Trainer, module: ChainModel, loss: torch.Tens
     return True
 
 
-def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
-    """Warn about a thermostat that cannot adapt within the run; called when training starts."""
-    if not isinstance(sampler, SGNHT) or is_trial(trainer):
+def _check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn about a thermostat that cannot adapt within the run."""
+    if not isinstance(sampler, SGNHT):
         return
     group = max(sampler.param_groups, key=sampler.adaptation_steps)
     needed, steps = sampler.adaptation_steps(group), fit_steps(trainer)
@@ -201,11 +212,10 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
         )
 
 
-def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
-    """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
-    if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe(trainer):
-        return
-    if not any(callback.tests_trajectories for callback in declared(trainer)):
+def _check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn about a sampler for trajectories in a run that does not test them."""
+    is_tested = any(callback.tests_trajectories for callback in declared(trainer))
+    if isinstance(sampler, ReversibleLangevin) and not is_tested:
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
             "add MetropolisTest() to the trainer's callbacks."
@@ -216,7 +226,7 @@ FAR = 4.0
 """Standard deviations of the prior beyond which a likelihood's parameter starts far out."""
 
 
-def check_own_prior(module: ChainModel) -> None:
+def _check_own_prior(module: ChainModel) -> None:
     """Warn if a parameter of the likelihood, such as a learned log σ, starts far from where the prior holds it."""
     prior = module.prior
     if type(prior) is not GaussianPrior or module.likelihood is None:
@@ -233,8 +243,8 @@ def check_own_prior(module: ChainModel) -> None:
             )
 
 
-def check_data(trainer: pl.Trainer) -> None:
-    """Warn about training data that N counts but no batch contains; called when the loaders are known."""
+def _check_data(trainer: pl.Trainer) -> None:
+    """Warn about training data that N counts but no batch contains."""
     loader: Any = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         _check_windows(trainer, loader.order_of(loader.chains[0]))
@@ -258,9 +268,8 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
     if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe(trainer):
         return
     counts = {trainer.accumulate_grad_batches}
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, lightning_callbacks.GradientAccumulationScheduler):
-            counts |= set(callback.scheduling.values())
+    for scheduler in instances_of(trainer, GradientAccumulationScheduler):
+        counts |= set(scheduler.scheduling.values())
     for batches in (order.batches_per_epoch, int(trainer.num_training_batches)):
         for count in counts:
             if batches % count:
@@ -275,43 +284,34 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
 
 
 class PatientStopping:
-    """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples.
-
-    Before the first sample the metric is NaN, which would end the run; later it would use up the patience. The callback
-    that logs the metric sets `samples`.
-    """
+    """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples."""
 
     def __init__(self, monitors: tuple[str, ...]) -> None:
         self._monitors = monitors
-        self._patched: list[EarlyStopping] = []
+        self._checked: dict[EarlyStopping, int] = {}
+        """The samples at each callback's last check."""
         self.samples = 0
+        """Those in the metric; before the first one it is NaN, which would end the run."""
 
     def begin(self, trainer: pl.Trainer, samples: int) -> None:
         """Make the trainer's `EarlyStopping` callbacks wait."""
         self.samples = samples
-        for callback in callbacks_of(trainer):
-            monitor = getattr(callback, "monitor", None)  # a mock has none
-            if isinstance(callback, EarlyStopping) and str(monitor).startswith(self._monitors):
-                vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
-                self._patched.append(callback)
+        for callback in instances_of(trainer, EarlyStopping):
+            if str(callback.monitor).startswith(self._monitors):
+                self._checked[callback] = samples
+                vars(callback)["_should_skip_check"] = partial(self._skips, callback)
 
-    def _waiting(self, skips: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:
-        checked = self.samples
-
-        def skips_or_waits(trainer: pl.Trainer) -> bool:
-            nonlocal checked
-            if skips(trainer) or self.samples == checked:
-                return True
-            checked = self.samples
-            return False
-
-        return skips_or_waits
+    def _skips(self, callback: EarlyStopping, trainer: pl.Trainer) -> bool:
+        if type(callback)._should_skip_check(callback, trainer) or self.samples == self._checked[callback]:
+            return True
+        self._checked[callback] = self.samples
+        return False
 
     def end(self) -> None:
         """Restore the callbacks."""
-        for callback in self._patched:
+        for callback in self._checked:
             vars(callback).pop("_should_skip_check", None)
-        self._patched = []
+        self._checked = {}
 
 
 def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 0) -> str:
@@ -324,20 +324,17 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
             "gradient was not finite; use a smaller lr (`sgmcmc tune` finds one), clip the gradients, or use "
             "precision='bf16-mixed' instead of '16-mixed'"
         )
-    stopper = next((reason for c in callbacks_of(trainer) if (reason := _why_stopped(c))), "it stopped")
+    stopper = "it stopped"
+    if any((timer.time_remaining() or 0) < 0 for timer in instances_of(trainer, Timer)):
+        stopper = "the Timer (max_time) ended it"
+    for early in instances_of(trainer, EarlyStopping):
+        if early.stopped_epoch or early.wait_count >= early.patience:
+            stopper = f"EarlyStopping(monitor={early.monitor!r}) ended it"
     first = "" if progress.first_sample is None else f" after step {progress.first_sample}"
     return (
         f"{stopper} after step {trainer.global_step}, and {progress.schedule} draws the first one{first}; let the run "
         "last longer, or make the cycles or the burn-in shorter"
     )
-
-
-def _why_stopped(callback: Any) -> str:
-    if isinstance(callback, EarlyStopping) and (callback.stopped_epoch or callback.wait_count >= callback.patience):
-        return f"EarlyStopping(monitor={callback.monitor!r}) ended it"
-    if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
-        return "the Timer (max_time) ended it"
-    return ""
 
 
 # -- streams, and data that grow ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Guard against NaN and infinite energies: such a step never reaches parameters, samples or checkpoints."""
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
@@ -16,18 +15,14 @@ from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.fit.checkpoints import describe_checkpoint, last_good_checkpoint
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite
+from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite, tensors_in
 
 
 class DeferredCheck:
-    """Reads numbers from the device some steps after they were computed, when reading no longer blocks.
-
-    Two buffers of `interval` steps alternate: one is filled while the other is read. A CUDA device copies into pinned
-    memory; reading the buffer of another accelerator waits for it, once in `interval` steps.
-    """
+    """Reads numbers from the device some steps after they were computed: of two buffers one is filled, one read."""
 
     def __init__(self, num_chains: int, device: torch.device, interval: int = 16) -> None:
-        pinned = device.type == "cuda"
+        pinned = device.type == "cuda"  # reading the buffer of another accelerator waits for it
         home = None if pinned else device
         self._buffers = torch.zeros(2, interval, num_chains, device=home, pin_memory=pinned)
         self._steps = [[0] * interval, [0] * interval]
@@ -84,20 +79,15 @@ SCALER_LIMIT = 200
 
 
 class EnergyGuard:
-    """Checks each step's energy before its update, and decides whether the sampler may update.
-
-    On an accelerator the energy is read 16 to 32 steps later, without a wait; every sample and checkpoint is checked.
-    With "skip", or several ranks, the gradients are checked too: a bad one makes the next energy bad, and a rank with a
-    bad energy sets its gradient to NaN (see `Chains.loss`), so that all ranks agree.
-    """
+    """Checks each energy before the update (on an accelerator some steps later), and decides about the update."""
 
     def __init__(
         self,
         chains: Chains,
         sampler: Sampler,
         trainer: pl.Trainer,
-        nonfinite_energy: NonFiniteEnergy = "stop",
-        max_skipped_in_a_row: int = 100,
+        nonfinite_energy: NonFiniteEnergy,
+        max_skipped_in_a_row: int,
     ) -> None:
         self._chains = chains
         self._model = chains.model
@@ -116,6 +106,7 @@ class EnergyGuard:
         device = self._model.device
         runs_ahead = device.type != "cpu"  # so that reading a number waits
         self._deferred = DeferredCheck(chains.num_chains, device) if runs_ahead and self._stops else None
+        # A rank with a bad energy sets its gradient to NaN (see `Chains.loss`), so that all ranks agree.
         self._looks_at_gradients = not self._stops or (self._shares_gradients and not runs_ahead)
         persistent = {name for name in self._model.state_dict() if not is_prior_state(name)}
         self._buffers = [b for name, b in self._model.named_buffers() if name in persistent]
@@ -181,10 +172,11 @@ class EnergyGuard:
     def _state_error(self, name: str, what: str, chain: int, energy: float) -> NonFiniteEnergyError:
         """Return the error for a chain's state whose tensor `name` is not finite."""
         step = self._sampler.step_count
-        message = (
-            f"'{name}' of chain {chain} holds NaN or infinite numbers after step {step} ({self._controls()}), so "
-            f"{what}; {describe_checkpoint(self._trainer)}; {self._smaller_step}"
-        )
+        fault = f"'{name}' of chain {chain} holds NaN or infinite numbers after step {step} ({self._controls()})"
+        return self._failure(f"{fault}, so {what}", self._smaller_step, step, chain, energy)
+
+    def _failure(self, what: str, advice: str, step: int, chain: int, energy: float) -> NonFiniteEnergyError:
+        message = f"{what}; {describe_checkpoint(self._trainer)}; {advice}"
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def finish(self) -> None:
@@ -246,11 +238,13 @@ class EnergyGuard:
             )
         if self._chains.observed.batch_size == 0:
             return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
-        if not all(bool(t.isfinite().all()) for t in _tensors(self._batch) if t.is_floating_point()):
+        if not all(bool(t.isfinite().all()) for t in tensors_in(self._batch) if t.is_floating_point()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
-        if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:
-            return fault, "correct the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
+            try:
+                check_batch(self._model, self._chains.stacked, self._batch)
+            except ValueError as error:  # the likelihood says what is wrong with the targets
+                return str(error), "correct the data, or pass nonfinite_energy='skip'"
             value = _first_bad(potential)[1] * self._chains.observed.num_data
             return f"the energy is {value}", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
         named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
@@ -258,24 +252,13 @@ class EnergyGuard:
         where = f"the gradient of '{name}'" if name is not None else "another rank's energy"
         return f"{where} is not finite", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
 
-    def _fault_of_targets(self) -> str | None:
-        """Return what is wrong with the batch's targets, by the likelihood, or None."""
-        try:
-            check_batch(self._model, self._chains.stacked, self._batch)
-        except ValueError as error:
-            return str(error)
-        return None
-
     def _error(self, potential: Tensor, cause: str, advice: str = "keep the weights in range") -> NonFiniteEnergyError:
         step = self._sampler.step_count + 1
         index, value = _first_bad(potential)
         chain = self._chains.layout.chains[index]
         energy = value * self._chains.observed.num_data
-        message = (
-            f"the run stops before step {step} of chain {chain}, since {cause} (energy {energy:.6g}, "
-            f"{self._controls()}); {describe_checkpoint(self._trainer)}; {advice}"
-        )
-        return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
+        why = f"since {cause} (energy {energy:.6g}, {self._controls()})"
+        return self._failure(f"the run stops before step {step} of chain {chain}, {why}", advice, step, chain, energy)
 
     def _stop_late(self, step: int, chain: int, mean_potential: float) -> None:
         energy, chain = mean_potential * self._chains.observed.num_data, self._chains.layout.chains[chain]
@@ -295,33 +278,18 @@ class EnergyGuard:
         if warm_lr is not None:
             return f"WarmStart's lr {warm_lr:.6g}"
         group = self._sampler.param_groups[0]
-        numbers = {name: _first(torch.as_tensor(group[name])) for name in ("lr", "temperature")}
-        return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        numbers = {name: torch.as_tensor(group[name]).reshape(-1)[0] for name in ("lr", "temperature")}
+        return ", ".join(f"{name} {value.item():.6g}" for name, value in numbers.items())
 
 
 def _is_finite(potential: Tensor) -> bool:
     return math.isfinite(potential.item() if potential.numel() == 1 else potential.sum().item())
 
 
-def _first(tensor: Tensor) -> float:
-    return tensor.reshape(-1)[0].item()
-
-
 def _first_bad(potential: Tensor) -> tuple[int, float]:
     """Return chain and value of the first number that is not finite, or of chain 0 if all are."""
     values: list[float] = potential.detach().reshape(-1).tolist()
     return next(((c, v) for c, v in enumerate(values) if not math.isfinite(v)), (0, values[0]))
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _tensors(part)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _tensors(part)
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -37,12 +37,7 @@ TIMED = 10
 
 
 class StopAgreement:
-    """Lets the ranks of a run find out that one of them is to stop.
-
-    Before every n-th batch the ranks begin to compute the largest of their requests by gloo, and read it n batches
-    later, all before the same batch; n batches take half a second by the slowest rank. Making it and each call are
-    collective.
-    """
+    """Lets the ranks of a run find out that one of them is to stop; making it and each call are collective."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._group: Any = new_group(None, timeout, backend="gloo")
@@ -50,6 +45,7 @@ class StopAgreement:
         self._value = torch.zeros(2, dtype=torch.float64)
         """The request, and the seconds of a batch."""
         self._every = 1
+        """Batches from the beginning of an exchange to its result, and to the next one."""
         self._batch = 0
         self._next = 0
         self._read = (0, time.monotonic())
@@ -114,17 +110,14 @@ _fits = itertools.count()
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank publishes.
-
-    Attributes:
-        number: counts the beats of its thread; it grows as long as the process lives.
-        progress: counts events of its main thread; equal numbers are equal places in the run.
-        busy: whether its main thread does something of any length, such as a validation or a first compilation.
-    """
+    """What a rank publishes."""
 
     number: int
+    """Of the beats of its thread, which grows as long as the process lives."""
     progress: int
+    """Number of events of its main thread; equal numbers are equal places in the run."""
     busy: bool
+    """Whether its main thread does something of any length, such as a validation or a first compilation."""
     step: int
     ended: bool
 
@@ -138,17 +131,13 @@ class Beat:
 
 
 class Judge:
-    """Decides from beats which rank hangs.
-
-    It is one whose process gives no sign for `timeout` seconds, or the one that is least far without progress for so
-    long. A busy rank hangs only after `limit` seconds (None: never) in which another is farther or has ended. A look
-    counts two intervals at most, so a job that was stopped or asleep hangs no longer than it is awake.
-    """
+    """Decides from beats which rank hangs: one without a sign, or the one that is least far, for `timeout` seconds."""
 
     def __init__(self, timeout: float, interval: float, limit: float | None = None) -> None:
         self.timeout = timeout
         self.limit = limit
-        self._longest = 2 * interval
+        """Seconds of a busy rank in which another is farther or has ended; None allows any number."""
+        self._longest = 2 * interval  # of a look, so that a job that was asleep hangs no longer than it is awake
         self._looked: float | None = None
         self._clock = 0.0
         self._beats: dict[int, tuple[int, float]] = {}
@@ -298,12 +287,7 @@ SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 
 
 class Interruption:
-    """Ends a run on request without losing its state, which is saved if the trainer writes checkpoints.
-
-    Ctrl-C and SIGTERM (exit code 143) let the current step finish, since half a step is no state of the chain, and end
-    all ranks after the same batch; a second Ctrl-C ends at once. SLURM's signal for a requeue is kept until the same
-    point.
-    """
+    """Lets Ctrl-C, SIGTERM and SLURM's requeue take effect after a step, on all ranks after the same batch."""
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
@@ -360,11 +344,7 @@ class Interruption:
         self._requeue()
 
     def _begin_together(self, trainer: pl.Trainer) -> None:
-        """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
-
-        Lightning's own handler exchanges the signal at once, amid other collective operations, which deadlocks the
-        ranks.
-        """
+        """Defer signals to the point before a batch: Lightning's handler exchanges them at once, which deadlocks."""
         loop = trainer.fit_loop.epoch_loop
         if not hasattr(loop, "_broadcast_sigterm_tensor") or not torch.distributed.is_initialized():
             return

@@ -1,5 +1,6 @@
 """The files of a run's results: `results.json`, `table.md`, its history, its evaluations, and where it comes from."""
 
+import contextlib
 import functools
 import json
 import math
@@ -69,23 +70,23 @@ class HistoryFile:
     samples: list[HistorySample] = field(default_factory=list)
 
 
+MOST_POINTS = 20_000
+"""Logged steps, and samples, that are kept; a longer run is thinned by halving."""
+SKETCH_DIMENSION = 1024
+
+
 class RunHistory:
-    """The scalars of the logged steps, the samples, and sketches of their weights.
+    """The scalars of the logged steps, the samples, and sketches of their weights."""
 
-    Args:
-        max_points: largest number of logged steps, and of samples, to keep; a longer run is thinned by halving.
-    """
-
-    def __init__(self, max_points: int = 20_000, max_sketches: int = 200, sketch_dimension: int = 1024) -> None:
+    def __init__(self, max_sketches: int = 200) -> None:
         self.trace_names: list[str] = []
         """Names of quantities traced in addition to the scalars, such as single weights."""
         self.warm_steps = 0
         """Steps of the run's warm start."""
-        self.scalars = ThinnedSeries(max_points)
-        self.samples = ThinnedSeries(max_points)
+        self.scalars = ThinnedSeries(MOST_POINTS)
+        self.samples = ThinnedSeries(MOST_POINTS)
         self.sketches = ThinnedSeries(max(2, max_sketches))
         self._sketching = max_sketches > 0
-        self._sketch_dimension = sketch_dimension
         self._first_weight: float | None = None
         self._weights_differ = False
         self._log_sums: dict[int | None, tuple[float, float]] = {}
@@ -116,7 +117,7 @@ class RunHistory:
         if parameters is None or not self._sketching:
             return
         is_kept = self.sketches.takes_next
-        row = weight_sketch(parameters, self._sketch_dimension).tolist() if is_kept else ()
+        row = weight_sketch(parameters, SKETCH_DIMENSION).tolist() if is_kept else ()
         self.sketches.append((sample.cycle, sample.chain, *row))
 
     @property
@@ -217,10 +218,7 @@ def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[f
 
 
 class ThinnedSeries:
-    """Keeps evenly spaced rows of numbers: above the limit, every second row is dropped, and the spacing doubles.
-
-    Every stride-th of the rows seen is kept, beginning with the first.
-    """
+    """Keeps every stride-th row of numbers: above the limit, every second one is dropped, and the stride doubles."""
 
     def __init__(self, limit: int) -> None:
         check_count("limit", limit, least=2)
@@ -346,7 +344,10 @@ def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str,
         return _stored(columns), ""
     probabilities, mean = terms.get("probabilities"), terms.get("mean")  # a likelihood of the user's may have others
     if probabilities is not None and probabilities.dim() == 2 and target.numel() == len(probabilities):
-        columns |= _of_classes(probabilities, target)
+        labels = target.reshape(-1).long()
+        chosen = probabilities.gather(1, labels[:, None])[:, 0]
+        columns["error"] = (probabilities.argmax(1) != labels).float()
+        columns["brier"] = probabilities.square().sum(1) - 2 * chosen + 1
     elif mean is not None and mean.dim() == 2 and target.numel() == mean.numel():
         scale = scaling.factor
         errors = mean - target.reshape(mean.shape)
@@ -358,13 +359,6 @@ def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str,
             columns["square_error"] = errors.square().nanmean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
     return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
-
-
-def _of_classes(probabilities: Tensor, target: Tensor) -> dict[str, Tensor]:
-    labels = target.reshape(-1).long()
-    chosen = probabilities.gather(1, labels[:, None])[:, 0]
-    brier = probabilities.square().sum(1) - 2 * chosen + 1
-    return {"error": (probabilities.argmax(1) != labels).float(), "brier": brier}
 
 
 def _stored(columns: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -385,10 +379,7 @@ INERT = re.compile(
 
 @functools.cache
 def origin_of_run() -> dict[str, Any]:
-    """Return plain data: date, command, versions, machine, and the working folder's commit, None if it is not known.
-
-    They are those of the first call in the process, since files may change while it runs.
-    """
+    """Return date, command, versions, machine and the folder's commit, as they are at the process's first call."""
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -400,17 +391,13 @@ def origin_of_run() -> dict[str, Any]:
 
 
 def commit(folder: Path | None = None) -> str | None:
-    """Return the git commit of a folder, "… with changes" if files differ from it, and None if it is not known.
-
-    A folder can come from elsewhere, and its `.git/config` can name programs: files are compared only if that has no
-    other entries than `INERT`, else ", changes not looked for" follows.
-    """
+    """Return the git commit of a folder, "… with changes" if files differ from it, and None if it is not known."""
     try:
         name = _git(folder, "rev-parse", "HEAD")
         keys = _git(folder, "config", "--local", "--list", "--name-only", "-z").split("\0")
     except (OSError, subprocess.SubprocessError, UnicodeError):
         return None
-    try:
+    try:  # the folder can come from elsewhere, and its `.git/config` can name programs
         if not all(INERT.fullmatch(key) for key in keys if key):
             return f"{name}, changes not looked for"
         # Submodules have configurations of their own.
@@ -422,7 +409,11 @@ def commit(folder: Path | None = None) -> str | None:
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Return the versions of packages, None for one that runs from a copy of its source, and of "python"."""
-    return {**{name: _version(name) for name in packages}, "python": platform.python_version()}
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for name in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found | {"python": platform.python_version()}
 
 
 def _git(folder: Path | None, *command: str) -> str:
@@ -439,13 +430,6 @@ def _git(folder: Path | None, *command: str) -> str:
         check=True,
     )
     return found.stdout.strip()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -1,34 +1,47 @@
-"""Exact resume: the state of a run beyond that of sampler, schedule and callbacks."""
+"""Exact resume: the state of a run beyond that of sampler, schedule and callbacks, and the settings that it keeps."""
 
+import inspect
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
-from lightning_sgmcmc.chains.callback import RunCallback
-from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampler_of
-from lightning_sgmcmc.chains.layout import FitSeeds
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_probe
-from lightning_sgmcmc.fit.checkpoints import PLACE, ProcessGenerators, check_entries, check_loops
-from lightning_sgmcmc.fit.loggers import log_settings
-from lightning_sgmcmc.fit.settings import (
-    Settings,
-    check_ranks,
-    check_saved,
-    check_settings,
-    differences,
-    is_allowed,
-    is_seeded,
-    settings_of,
+from lightning_sgmcmc.chains.callback import RunCallback, text_of
+from lightning_sgmcmc.chains.chains import ChainModel, Chains, chain_model, chains_of, sampler_of
+from lightning_sgmcmc.chains.layout import FitSeeds, layout_of
+from lightning_sgmcmc.chains.starts import text_of_start
+from lightning_sgmcmc.chains.trainer import declared, instances_of, is_probe
+from lightning_sgmcmc.fit.checkpoints import (
+    OF_LIGHTNING,
+    ProcessGenerators,
+    RunPlace,
+    check_entries,
+    check_loops,
+    repair_loop_counts,
 )
-from lightning_sgmcmc.seeding import derive_seed, reseed
+from lightning_sgmcmc.fit.loggers import log_settings
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.factories import name_of
+from lightning_sgmcmc.samplers.sampler import CONTROLS
+from lightning_sgmcmc.seeding import derive_seed, device_text, reseed, reseed_everything, unchanged_generators
 
+Settings = dict[str, Any]
+"""What decides the draws of a run, by name, as plain data."""
+ITEMS = 8
+TOLERANCE = 1e-3
+"""Relative difference of equal data: decoders and augmentation round differently on different machines."""
 ACCUMULATED = "accumulated_gradients"
 MEAN_POTENTIAL = "mean_potential of the micro-batches"
 
@@ -77,7 +90,7 @@ class ExactResume(RunCallback):
         self._batches_before = 0
         """Batches that were trained on before this fit or resume."""
         self._has_length = False
-        self._place = Place()
+        self._place = RunPlace()
         self._generators = ProcessGenerators()
         self._seed = 0
         self._run_seed: int | None = None
@@ -86,7 +99,7 @@ class ExactResume(RunCallback):
         self._chains: list[str] = []
         """Global indices of the chains of this process; ranks that share a chain draw an epoch's order alike."""
         self._streams: list[str] = []
-        """Names of the chains' random streams in this process."""
+        """Names of the chains' random streams."""
         self._device = torch.device("cpu")
         self._accumulated: dict[str, Tensor] = {}
         """State from a checkpoint between micro-batches: gradients by parameter, and the mean potential."""
@@ -104,7 +117,7 @@ class ExactResume(RunCallback):
         if stage == "fit":
             self._batches, self._accumulated, self._loaders, self._positions = 0, {}, [], []
             counts = trainer.fit_loop.epoch_loop.batch_progress.total
-            self._place = Place(before=counts.completed, steps_before=trainer.global_step)
+            self._place = RunPlace(before=counts.completed, steps_before=trainer.global_step)
             self._settings, self._saved_settings, self._new_options = {}, None, []
             self._reached, self._steps_when_begun = [], None
 
@@ -121,8 +134,7 @@ class ExactResume(RunCallback):
             own = {name: value for name, value in own.items() if name not in ("num_data", "data")}
         saved = self._saved_settings
         if saved is not None:
-            check_settings(saved, own, is_seeded(chain_model(pl_module)), self.allow)
-            changed = [name for name in differences(saved, own, False) if is_allowed(name, self.allow)]
+            changed = check_settings(saved, own, is_seeded(chain_model(pl_module)), self.allow)
             options = [name.removeprefix("sampler.") for name in changed if name.startswith(("lr", "sampler."))]
             self._new_options = [{name: group[name] for name in options} for group in sampler.param_groups]
         self._settings = own
@@ -142,7 +154,7 @@ class ExactResume(RunCallback):
         self._chains = [str(chain) for chain in layout.chains]
         self._device = pl_module.device
         self._has_length = math.isfinite(trainer.num_training_batches)
-        self._prepare_loaders(trainer, layout.chains if not chains.shared_batch else range(1))
+        self._prepare_loaders(trainer, chains)
         self._restore_accumulated(chains)
         chains.claims.claim("seed chain", self, self.begin_chain)
         self._reseed("epoch")
@@ -165,8 +177,9 @@ class ExactResume(RunCallback):
         """Seed the default generators before a chain's part of a step, by its index in this process."""
         reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
 
-    def _prepare_loaders(self, trainer: pl.Trainer, chains: Sequence[int]) -> None:
+    def _prepare_loaders(self, trainer: pl.Trainer, chains: Chains) -> None:
         loaders = flat_loaders(trainer.train_dataloader)
+        own = range(1) if chains.shared_batch else chains.layout.chains
         self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
         # Lightning does not load their states at an epoch's end, nor if they were requested early.
         for loader, position in zip(self._loaders, self._positions, strict=False):
@@ -174,11 +187,11 @@ class ExactResume(RunCallback):
         for loader in loaders:
             if isinstance(loader, ResumableLoader):
                 loader.adopt_seed(self._seed, self._fits)
-                loader.adopt_chains(chains)
+                loader.adopt_chains(own)
             elif isinstance(loader, torch.utils.data.DataLoader):
                 self._generators.seed_workers(loader, self._seed)
         self._note_positions()
-        self._awaits_batches = len(self._loaders) < len(loaders) and len(chains) > 1
+        self._awaits_batches = len(self._loaders) < len(loaders) and len(own) > 1
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "With a plain DataLoader, resuming is bit-exact only from checkpoints at the end of an epoch: pass a "
@@ -202,7 +215,7 @@ class ExactResume(RunCallback):
             return
         self._close_loaders()
         self._positions = []
-        self._prepare_loaders(trainer, chains.layout.chains if not chains.shared_batch else range(1))
+        self._prepare_loaders(trainer, chains)
         for loader in self._loaders:
             loader.start_at(self._batches)
         self._note_positions()
@@ -220,9 +233,7 @@ class ExactResume(RunCallback):
             )
         self._awaits_batches = False
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._count_batch(trainer)
 
     def _count_batch(self, trainer: pl.Trainer) -> None:
@@ -273,9 +284,8 @@ class ExactResume(RunCallback):
         reseed(derive_seed(self._seed, purpose, *names, self._batches), self._device)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
+        if stage == "fit":
+            self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
 
     def _close_loaders(self) -> None:
         for loader in self._loaders:
@@ -323,16 +333,19 @@ class ExactResume(RunCallback):
             chains_of(pl_module).seeds.resume(None, 0)
             return
         chains_of(pl_module).seeds.resume(own["run_seed"], own["fits"])
-        self._place = place_in(own)
+        self._place = RunPlace.from_saved(own["place"])
         if own["batches"] > 0 and own["has_length"]:
             repair_loop_counts(checkpoint["loops"]["fit_loop"], own["batches"], self._place, accumulating=bool(saved))
 
 
-def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], callbacks: Sequence[pl.Callback]) -> None:
+def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], trainer: pl.Trainer | None) -> None:
     """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none."""
     states, own = checkpoint.get("callbacks", {}), ExactResume()
-    for callback in (own, *callbacks):
-        check_entries(callback, states)
+    check_entries(own, own.entries, states)
+    for callback in declared(trainer) if trainer is not None else ():
+        check_entries(callback, callback.entries, states)
+    for keeper in instances_of(trainer, ModelCheckpoint) if trainer is not None else ():
+        check_entries(keeper, OF_LIGHTNING, states)
     if own.state_key in states:
         seeds.resume(None, max(seeds.fits, states[own.state_key]["fits"] + 1))
 
@@ -350,70 +363,200 @@ def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None
 
 def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Compare a run's settings with its checkpoint's now, before anything of the run is changed; see `ExactResume`."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ExactResume):
-            callback.check(trainer, module)
+    for callback in instances_of(trainer, ExactResume):
+        callback.check(trainer, module)
 
 
-# -- loop counts -------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Place:
-    """Where a run is, by its own counts.
-
-    Attributes:
-        epoch: index over all fits of the trainer.
-        in_epoch: batches of the epoch that the run has trained on.
-        before, steps_before: batches and optimizer steps of the trainer's earlier fits.
-    """
-
-    epoch: int = 0
-    in_epoch: int = 0
-    is_over: bool = False
-    before: int = 0
-    steps_before: int = 0
-    begins_epoch: bool = True
-
-    def count(self, trainer: pl.Trainer) -> None:
-        """Count a batch that has ended; the first of an epoch begins it."""
-        if self.begins_epoch:
-            self.epoch, self.in_epoch, self.begins_epoch = trainer.current_epoch, 0, False
-        self.in_epoch += 1
-        self.is_over = trainer.is_last_batch
-
-    def end_epoch(self, trainer: pl.Trainer) -> None:
-        """End an epoch that a callback has cut short; a run that ends in mid-epoch may go on there."""
-        by_steps = 0 <= trainer.max_steps <= trainer.global_step
-        self.is_over = self.is_over or not (by_steps or trainer.should_stop)
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return the place as plain data."""
-        return {name: value for name, value in asdict(self).items() if name != "begins_epoch"}
+def settings_of(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> Settings:
+    """Return a run's settings by name, as plain data."""
+    settings: Settings = {
+        "prior": text_of(module.prior),
+        "likelihood": text_of(module.likelihood),
+        "temperature": _plain(module.temperature),
+        "num_data": module.num_data,
+        "lr": _lr(module.lr, sampler),
+        "seed": module.chains.seeds.stated,
+        "sampler": name_of(type(sampler)),
+        "chain_start": text_of_start(module.chains.start),
+        "sampled": _sampled(module.chains),
+    }
+    for name in inspect.signature(type(sampler)).parameters:
+        values = [group[name] for group in sampler.param_groups if name in group]
+        if values and name not in ("params", *CONTROLS) and not any(isinstance(v, Tensor) for v in values):
+            settings[f"sampler.{name}"] = _collapsed([_plain(value) for value in values])
+    for callback in declared(trainer):
+        settings |= {name: _plain(value) for name, value in callback.settings().items()}
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+    if isinstance(trainer.train_dataloader, ResumableLoader):
+        settings["order"] = text_of(trainer.train_dataloader.order)
+    settings["data"] = fingerprint(trainer.train_dataloader)
+    return settings
 
 
-def place_in(saved: dict[str, Any]) -> Place:
-    """Return the place that a checkpoint's `ExactResume` has kept."""
-    check_loops(saved["place"], Place().state_dict(), PLACE)
-    own = {name: saved["place"][name] for name in Place().state_dict()}
-    return Place(**own, begins_epoch=own["is_over"])
+def _sampled(chains: Chains) -> str:
+    """Return which parameters are sampled, as text."""
+    if not chains.sharing.names:
+        return "all"
+    return f"{len(chains.trainable)} tensors, crc32 {zlib.crc32(' '.join(chains.trainable).encode()):08x}"
 
 
-def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, accumulating: bool) -> None:
-    """Set the counts of a saved fit loop, in place, as if the run had never stopped at the end of its last batch."""
-    total, over = place.before + batches, place.is_over
-    # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.
-    pending = int(not over)
-    within, epochs = (0, place.epoch + 1) if over else (place.in_epoch, place.epoch)
-    progress = fit_loop["epoch_loop.batch_progress"]
-    _set_counts(progress, "total", begun=total, processed=total, ended=total - pending)
-    _set_counts(progress, "current", begun=within, processed=within, ended=within - pending)
-    progress["is_last_batch"] = False
-    for count in ("total", "current"):
-        _set_counts(fit_loop["epoch_progress"], count, begun=epochs + pending, processed=epochs, ended=epochs)
-    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating or over else steps - 1
+def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:
+    """Return the names of the settings that differ and that both have; a run without a seed takes the checkpoint's."""
+    names = [name for name in own if name in saved and (name != "seed" or seed_given)]
+    return [
+        name
+        for name in names
+        if not (is_same_data(saved[name], own[name]) if name == "data" else saved[name] == own[name])
+    ]
 
 
-def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
-    progress[count].update(ready=begun, started=begun, processed=processed, completed=ended)
+def check_settings(saved: Settings, own: Settings, seed_given: bool, allow: Sequence[str]) -> list[str]:
+    """Return which allowed settings differ from the checkpoint's, and raise if others do; a part stands for its own."""
+    unknown = [name for name in allow if not any(is_allowed(key, [name]) for key in own)]
+    if unknown:
+        raise ValueError(f"allow={list(allow)} names no setting '{unknown[0]}': the settings are {', '.join(own)}")
+    different = differences(saved, own, seed_given)
+    names = [name for name in different if not is_allowed(name, allow)]
+    if not names:
+        return different
+    listed = "; ".join(f"{name} {_shown(name, saved)} there, {_shown(name, own)} here" for name in names)
+    raise ValueError(
+        f"the checkpoint is of a run with other settings ({listed}): resume with its settings, start a new run, or "
+        f"pass the callback ExactResume(allow={names})"
+    )
+
+
+def is_allowed(name: str, allow: Iterable[str]) -> bool:
+    """Return whether a setting, or the part that it belongs to, is among the allowed names."""
+    return any(name == one or name.startswith(f"{one}.") for one in allow)
+
+
+def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
+    """Return rank zero's settings; raise unless ranks agree on N, on divided data, and on a shared chain's device."""
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return settings
+    everyone: list[Any] = [None] * trainer.world_size
+    device = f"{device_text(trainer.strategy.root_device)} (torch {torch.__version__})"
+    torch.distributed.all_gather_object(everyone, (settings, device))
+    first, loader = everyone[0][0], trainer.train_dataloader
+    divided = isinstance(loader, ResumableLoader) or isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    ranks_per_chain = layout_of(trainer, 1).ranks_per_chain
+    for rank, (other, own_device) in enumerate(everyone):
+        sharing = rank - rank % ranks_per_chain
+        if own_device != everyone[sharing][1]:
+            raise ValueError(
+                f"rank {rank} runs on {own_device} and rank {sharing} on {everyone[sharing][1]}, whose random numbers "
+                "differ, and they share a chain: use one kind of device and one torch for them, or a chain for each "
+                "rank (strategy='chains')"
+            )
+        if other["num_data"] != first["num_data"]:
+            raise ValueError(
+                f"rank {rank} has {other['num_data']} training data and rank 0 has {first['num_data']}, so they would "
+                "sample different posteriors: give every rank the whole data set, of which each takes its share"
+            )
+        if divided and not is_same_data(other["data"], first["data"]):
+            raise ValueError(
+                f"rank {rank} has other training data than rank 0: give every rank the same data set, of which each "
+                "takes its share"
+            )
+    return dict(first)
+
+
+def is_seeded(module: ChainModel) -> bool:
+    """Return whether a run was given a seed, by the module's argument or by `seed_everything`."""
+    return module.chains.seeds.given is not None or "PL_GLOBAL_SEED" in os.environ
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, texts and lists of them as they are, and anything else as text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else text_of(value)
+
+
+def _lr(given: Any, sampler: Sampler) -> Any:
+    """Return the step size, or one for each chain of the run, or one for each parameter group."""
+    values = [group["lr"] for group in sampler.param_groups]
+    if isinstance(given, Sequence | Mapping) or any(isinstance(value, Tensor) for value in values):
+        return _plain(given)
+    return _collapsed([float(value) for value in values])
+
+
+def _collapsed(values: list[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def check_saved(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the settings in a checkpoint are plain data."""
+    data = settings.get("data", {"length": None, "numbers": []})
+    try:
+        json.dumps(settings)
+        sound = all(isinstance(number, int | float) for number in data["numbers"]) and "length" in data
+    except (TypeError, ValueError, LookupError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError("the checkpoint is damaged: its settings are no plain data; resume from another")
+
+
+def _shown(name: str, settings: Mapping[str, Any]) -> str:
+    value = settings[name]
+    if name != "data":
+        return str(value)
+    return f"{value['length']} items beginning with {[float(f'{x:.4g}') for x in value['numbers'][:2]]}"
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(loader: Any) -> dict[str, Any]:
+    """Return the length of a loader's data set and, if known, one number for each part of a few of its data."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(loader, ResumableLoader | DataLoader) or not hasattr(dataset, "__len__"):
+        return {"length": None, "numbers": []}
+    length = len(dataset)  # type: ignore[arg-type]
+    indices = sorted({round(place * (length - 1) / (ITEMS - 1)) for place in range(ITEMS)}) if length else []
+    in_memory = hasattr(dataset, "whole_batch") or hasattr(dataset, "tensors")
+    # A data set that only workers read may hold files that must not be opened before.
+    if not indices or not (in_memory or loader.num_workers == 0):
+        return {"length": length, "numbers": []}
+    device = getattr(dataset, "device", None)
+    try:
+        with unchanged_generators([device] if isinstance(device, torch.device) else []):
+            numbers, again = _numbers(dataset, indices, device), _numbers(dataset, indices, device)
+    except Exception:  # whatever a data set raises for plain indices: then its data have no numbers
+        numbers, again = [], []
+    return {"length": length, "numbers": numbers if numbers == again else []}
+
+
+def is_same_data(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two fingerprints may be of the same data."""
+    if first["length"] != second["length"] and None not in (first["length"], second["length"]):
+        return False
+    one, other = first["numbers"], second["numbers"]
+    if not one or not other:
+        return True
+    close = (math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE) for a, b in zip(one, other, strict=False))
+    return len(one) == len(other) and all(close)
+
+
+def _numbers(dataset: Any, indices: Sequence[int], device: Any) -> list[float]:
+    reseed_everything(0)
+    if isinstance(device, torch.device):
+        reseed(0, device)
+    batch = dataset.whole_batch(indices) if hasattr(dataset, "whole_batch") else [dataset[i] for i in indices]
+    return [number for leaf in tree_leaves(batch) for number in _number(leaf)]
+
+
+def _number(leaf: Any) -> list[float]:
+    """Return a number that depends on all entries of a tensor or array, and on their order."""
+    try:
+        values = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(np.asarray(leaf))
+        values = values.reshape(-1).cpu().double().nan_to_num()
+    except (TypeError, ValueError, RuntimeError):
+        return []
+    weights = torch.linspace(1, 2, len(values), dtype=torch.float64)
+    return [float(values @ weights) / max(1, len(values))]

@@ -20,19 +20,14 @@ from lightning_sgmcmc.chains.chains import Chains, chain_model, chains_of, sampl
 from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
-from lightning_sgmcmc.chains.trainer import callbacks_of, declared, is_finished, is_trial
+from lightning_sgmcmc.chains.trainer import callbacks_of, declared, instances_of, is_finished, is_trial
 from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.fit.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.fit.checks import (
     StreamShares,
     begin_stream,
-    check_data,
-    check_own_prior,
     check_run,
-    check_schedulers,
-    check_step_size,
-    check_tested,
-    check_thermostat,
+    check_start,
     follow_data,
     why_without_samples,
 )
@@ -66,11 +61,7 @@ def take_centers(chains: Chains) -> None:
 
 
 class PriorScales:
-    """Draws the scales of a hierarchical prior after every n-th update of the sampler, for each chain of this process.
-
-    A draw's numbers depend on (seed, chain, step) alone, so they are drawn on the host and the device is not waited
-    for.
-    """
+    """Draws the scales of a hierarchical prior after every n-th update, as functions of (seed, chain, step)."""
 
     def __init__(self, prior: HierarchicalPrior, chains: Chains, sampler: Sampler) -> None:
         self._prior = prior
@@ -257,7 +248,7 @@ def restore(trainer: Any) -> None:
 
 def samples_drawn(trainer: pl.Trainer) -> int:
     """Return the number of samples that the trainer's last fit has drawn, over all its chains and resumes."""
-    return sum(callback.samples for callback in callbacks_of(trainer) if isinstance(callback, Safeguards))
+    return sum(callback.samples for callback in instances_of(trainer, Safeguards))
 
 
 class Safeguards(RunCallback):
@@ -328,14 +319,9 @@ class Safeguards(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
-        check_data(trainer)
-        check_own_prior(chain_model(pl_module))
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
-        check_step_size(sampler)
-        check_schedulers(trainer, sampler)
-        check_thermostat(trainer, sampler)
-        check_tested(trainer, sampler)
+        check_start(trainer, chain_model(pl_module), sampler)
         chains.begin_energies(trainer)
         self._weights = chains.weights
         if self._shown is not None and self._weights is not None:
@@ -384,9 +370,7 @@ class Safeguards(RunCallback):
         claims.before_update(trainer)  # where no claimant has called it
         claims.end_update()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         chains = chains_of(pl_module)
         pulse = self._pulse
         if chains.progress.sample_due:
@@ -402,22 +386,18 @@ class Safeguards(RunCallback):
         """Pass the samples of a step to every callback that has a hook for them, and to the module."""
         assert self._guard is not None
         assert self._sampler is not None
-        receivers = (*callbacks_of(trainer), pl_module)
+        receivers, of_module = callbacks_of(trainer), getattr(pl_module, "on_posterior_sample", None)
+        together = [h for c in receivers if (h := getattr(c, "on_posterior_samples", None)) is not None]
+        singly = [h for c in receivers if (h := getattr(c, "on_posterior_sample", None)) is not None]
         for drawing in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
-            for receiver in receivers[:-1]:
-                begin = getattr(receiver, "on_posterior_samples", None)
-                if begin is not None:
-                    begin(trainer, pl_module, drawing)
+            for hook in together:
+                hook(trainer, pl_module, drawing)
             for sample in drawing.samples:
                 self.samples += 1
-                for receiver in receivers:
-                    hook = getattr(receiver, "on_posterior_sample", None)
-                    if hook is None:
-                        continue
-                    if receiver is pl_module:
-                        hook(sample)
-                    else:
-                        hook(trainer, pl_module, sample)
+                for hook in singly:
+                    hook(trainer, pl_module, sample)
+                if of_module is not None:
+                    of_module(sample)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
@@ -468,10 +448,7 @@ class Safeguards(RunCallback):
         self._watch = None
 
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave trainer, process and module as plain Lightning does, however the fit ends; a second call does nothing.
-
-        The module drops the trainer, so that it can be copied and pickled.
-        """
+        """Leave trainer, process and module as plain Lightning does; a second call does nothing."""
         restore(trainer)
         self._interruption.end()
         if self._sampler is not None:

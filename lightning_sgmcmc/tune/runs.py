@@ -146,7 +146,7 @@ class Energies(SamplerCallback):
     """Records each step's energies, with its stage."""
 
     is_probe = True
-    """A short run, in which a step may cut the batches of an order, see `check_data`."""
+    """A short run, in which a step may cut the batches of an order, see `check_start`."""
 
     def __init__(self) -> None:
         self._total: list[Tensor] = []

@@ -89,7 +89,7 @@ SAMPLES: list[Mistake] = [
     (BayesianModelAverage, {"ood": {"": loader()}}, ValueError, "have the name '', which becomes part of the metrics'"),
     (BayesianModelAverage, {"ood": {"a/b": loader()}}, ValueError, "have the name 'a/b', which becomes part of"),
     (BayesianModelAverage, {"ood": {1: loader()}}, ValueError, "have the name 1, which becomes part of the metrics'"),
-    (PosteriorDashboard, {"every": "step"}, ValueError, "every must be 'sample', 'cycle' or 'end', got 'step'"),
+    (PosteriorDashboard, {"every": "step"}, ValueError, "every must be 'sample' or 'cycle' or 'end', got 'step'"),
     (PosteriorDashboard, {"every_n_samples": 5}, ValueError, "every_n_samples=5 applies to every='sample', got every="),
     (PosteriorDashboard, {"figures": "energy"}, ValueError, "figures should be a list of names, got 'energy'"),
     (PosteriorDashboard, {"figures": 5}, ValueError, "figures should be a list of names, got 5"),

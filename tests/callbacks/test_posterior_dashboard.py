@@ -357,7 +357,7 @@ def test_on_two_ranks_the_first_one_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": "epoch"}, "every must be 'sample', 'cycle' or 'end', got 'epoch'"),
+        ({"every": "epoch"}, "every must be 'sample' or 'cycle' or 'end', got 'epoch'"),
         ({"every_n_samples": 0}, "every_n_samples must be at least 1, got 0"),
         ({"figures": ["energies"]}, f"figures has an unknown name, 'energies': choose from {', '.join(PARTS)}"),
         ({"figures": "energy"}, r"figures should be a list of names, got 'energy': write \['energy'\]"),

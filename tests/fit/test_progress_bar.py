@@ -12,8 +12,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, RichProgre
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.state import ObservedEnergy
-from lightning_sgmcmc.fit import progress_bar as progress
-from lightning_sgmcmc.fit.progress_bar import SamplingProgress, mean_nll, short_number
+from lightning_sgmcmc.fit import loggers as progress
+from lightning_sgmcmc.fit.loggers import SamplingProgress, mean_nll, short_number
 from tests.support.problems import classifier, loaders
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer

@@ -13,7 +13,7 @@ from torch.multiprocessing import ProcessRaisedException
 from lightning_sgmcmc import BayesianModule, ChainStrategy, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.fit import settings
+from lightning_sgmcmc.fit import resume as settings
 from tests.support.random_runs import DATA, as_in_a_new_process, state
 from tests.support.trainers import quiet_trainer
 

@@ -24,7 +24,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.callbacks import CyclicalSchedule, ExactResume, SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
-from lightning_sgmcmc.fit.settings import fingerprint, is_same_data, text_of
+from lightning_sgmcmc.fit.resume import fingerprint, is_same_data, text_of
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.problems import network
 from tests.support.trainers import quiet_trainer
