@@ -122,8 +122,9 @@ class DeepEnsemble(WholeRunSchedule[int]):
         self._optimizers = ChainOptimizers(
             parameters, module.num_chains, lambda own: make_optimizer(factory, own, float(lr), decay)
         )
-        for chain, index in enumerate(run.layout.chains) if saved is not None else ():
-            self._optimizers.load_state_dict(chain, saved[index])
+        if saved is not None:
+            for chain, index in enumerate(run.layout.chains):
+                self._optimizers.load_state_dict(chain, saved[index])
         sampler.stand_in = self._update
 
     def _update(self) -> None:

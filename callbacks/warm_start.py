@@ -276,6 +276,7 @@ class WarmStart(FirstStage):
         if optimizers is None:
             return state
         own: list[dict[str, Any]] = [{"optimizer": optimizers.state_dict(chain)} for chain in range(module.num_chains)]
-        for chain, of_chain in enumerate(own) if self._best is not None else ():
-            of_chain |= self._best.state_dict(chain)
+        if self._best is not None:
+            for chain, of_chain in enumerate(own):
+                of_chain |= self._best.state_dict(chain)
         return state | {"chains": module.chains.layout.collect(own)}

@@ -122,24 +122,30 @@ def sample(
     check_count("chains", chains, optional=False)
     check_count("batch_size", batch_size, optional=False)
     problem = Problem(module, data, batch_size, chains, start, seed, dtype)
-    if out is None:
-        store: SampleStore = MemoryStore()
-        store.columns = problem.columns
-        report = _Run(problem, settings, store, None).make()
-    else:
-        facts = problem.facts() | settings.law() | {"chains": len(problem.initial)}
-        folder = RunFolder(Path(out), facts, description_for_store(module), problem.columns, problem.shared())
-        try:
-            report = _Run(problem, settings, folder.store, folder).make()
-            write_report(folder.path, report)
-        finally:
-            folder.close()
-        store = DiskStore(folder.store.path)
+    store, report = _made(problem, settings, None if out is None else Path(out), module)
     for text in report.warnings:
         rank_zero_warn(f"The reference draws are doubtful: {text}.")
     posterior = ReferencePosterior(store, plain_copy(module).eval())
     posterior.report = report
     return posterior
+
+
+def _made(
+    problem: Problem, settings: Settings, out: Path | None, module: BayesianModule
+) -> tuple[SampleStore, ReferenceReport]:
+    """Return the samples of a run, in memory or in the folder `out`, and its report."""
+    if out is None:
+        store = MemoryStore()
+        store.columns = problem.columns
+        return store, _Run(problem, settings, store, None).make()
+    facts = problem.facts() | settings.law() | {"chains": len(problem.initial)}
+    folder = RunFolder(out, facts, description_for_store(module), problem.columns, problem.shared())
+    try:
+        report = _Run(problem, settings, folder.store, folder).make()
+        write_report(folder.path, report)
+    finally:
+        folder.close()
+    return DiskStore(folder.store.path), report
 
 
 class _Run:

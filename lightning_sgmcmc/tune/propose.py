@@ -126,32 +126,40 @@ def propose_lr(
         raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
     module.configure_model()  # stacks several chains, for good
     with runs.restored():
-        start = runs.state()
-        energies, setting = runs.look()
-        runs.set_state(start)
-        setting = dict(setting) if hasattr(setting, "items") else setting
-        given = max(values_of(setting))
-        form = RunForm(runs.schedule, runs.length._replace(lr=setting if isinstance(setting, int | float) else given))
-        length = steps or int(max(MIN_STEPS, min(MAX_STEPS, runs.length.steps // RUN_SHARE)))
-        energy, error = tail_mean(energies, 1.0), float(energies.mean(1).std()) / len(energies) ** 0.5
-        training = Training(runs, setting, given, energy, error)
-        if form.explores and not module.sampler.has_cold_limit:  # it makes no step there
-            raise ValueError(NO_COLD_LIMIT.format(type(module.sampler).__name__))
-        training.warm_up(length if burn_in_steps is None else burn_in_steps)
-        rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
-        friction = None
-        if runs.is_microcanonical:
-            probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
-            lr, friction, is_healthy, reason = choose_by_energy(probes)
-            limit = Limit.ENERGY_ERROR
-        else:
-            probes, (lr, limit, is_healthy, reason) = _by_health(
-                Prober(runs, training, form, length, tolerance), max_probes
-            )
-        setting = scaled(setting, lr / max(values_of(setting)))
-        ordered = tuple(sorted(probes, key=lambda probe: probe.lr))
-        made, whole = runs.steps_made, runs.length.steps
-        return StepProposal(lr, setting, limit, is_healthy, reason, ordered, made, whole, friction)
+        return _proposal(runs, steps, burn_in_steps, tolerance, max_probes)
+
+
+def _proposal(
+    runs: ShortRuns, steps: int | None, burn_in_steps: int | None, tolerance: float, max_probes: int
+) -> StepProposal:
+    """Return the proposal of `propose_lr`; it leaves the module in another state."""
+    start = runs.state()
+    energies, setting = runs.look()
+    runs.set_state(start)
+    setting = dict(setting) if hasattr(setting, "items") else setting
+    given = max(values_of(setting))
+    form = RunForm(runs.schedule, runs.length._replace(lr=setting if isinstance(setting, int | float) else given))
+    length = steps or int(max(MIN_STEPS, min(MAX_STEPS, runs.length.steps // RUN_SHARE)))
+    energy, error = tail_mean(energies, 1.0), float(energies.mean(1).std()) / len(energies) ** 0.5
+    training = Training(runs, setting, given, energy, error)
+    sampler = runs.module.sampler
+    if form.explores and not sampler.has_cold_limit:  # it makes no step there
+        raise ValueError(NO_COLD_LIMIT.format(type(sampler).__name__))
+    training.warm_up(length if burn_in_steps is None else burn_in_steps)
+    rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
+    friction = None
+    if runs.is_microcanonical:
+        probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
+        lr, friction, is_healthy, reason = choose_by_energy(probes)
+        limit = Limit.ENERGY_ERROR
+    else:
+        probes, (lr, limit, is_healthy, reason) = _by_health(
+            Prober(runs, training, form, length, tolerance), max_probes
+        )
+    setting = scaled(setting, lr / max(values_of(setting)))
+    ordered = tuple(sorted(probes, key=lambda probe: probe.lr))
+    made, whole = runs.steps_made, runs.length.steps
+    return StepProposal(lr, setting, limit, is_healthy, reason, ordered, made, whole, friction)
 
 
 def _by_health(prober: Prober, max_probes: int) -> tuple[list[Probe], tuple[float, Limit, bool, str]]:
