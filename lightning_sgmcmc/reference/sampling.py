@@ -116,9 +116,8 @@ def sample(
     Source: Hoffman & Gelman 2014 (The No-U-Turn sampler); Betancourt 2017 (A conceptual introduction to Hamiltonian
     Monte Carlo); Neal 2011; Izmailov et al. 2021 (HMC as the reference of Bayesian neural networks).
     """
-    settings = Settings(
-        kernel, warmup, draws, every_n_draws, target_acceptance, max_depth, float(length), float(jitter), seed
-    )
+    law = target_acceptance, max_depth, float(length), float(jitter)
+    settings = Settings(kernel, warmup, draws, every_n_draws, *law, seed)
     check_count("chains", chains, optional=False)
     check_count("batch_size", batch_size, optional=False)
     problem = Problem(module, data, batch_size, chains, start, seed, dtype)
