@@ -1,6 +1,8 @@
 """Shared set-up: one thread, no W&B service, no chatter."""
 
+import gc
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch
 # Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that fork
 # would fail.
 torch.ones((), requires_grad=True).backward()
+
+os.fsync = lambda fd: None  # a flush guards against a failing machine only; `test_files.py` watches the calls
 
 LEFT_BY_LIGHTNING = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 """What an earlier trainer leaves in the environment: with a LOCAL_RANK, the next one starts no ranks and waits."""
@@ -34,6 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = [pair for pair, here in found.items() if not here]
     if missing and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"by_default has parts that no parameter set has: {missing}")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the million objects of the imports out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report leaks as the process ends
 
 
 @pytest.fixture(autouse=True)

@@ -32,11 +32,6 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium
 WIDTHS = (400, 1200)
 
 
-@pytest.fixture(autouse=True)
-def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 class Page(HTMLParser):
     """What a page holds."""
 
