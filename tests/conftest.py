@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 # would fail.
 torch.ones((), requires_grad=True).backward()
 
+torch.set_num_threads(1)  # for the fixtures of files too
 os.fsync = lambda fd: None  # a flush guards against a failing machine only; `test_files.py` watches the calls
 
 LEFT_BY_LIGHTNING = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -40,8 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"by_default has parts that no parameter set has: {missing}")
 
 
-def pytest_collection_finish() -> None:
-    """Leave the million objects of the imports out of every later collection of garbage."""
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Leave the millions of objects of imports and earlier files out of every collection of garbage."""
     gc.collect()
     gc.freeze()
 
@@ -51,7 +52,7 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run each test in a folder of its own, with one thread and without what Lightning leaves in the environment.
 
     Ctrl-C ends the program: a shell's background jobs ignore it, and so does Lightning after a KeyboardInterrupt.
@@ -63,7 +64,4 @@ def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     for name in LEFT_BY_LIGHTNING:
         monkeypatch.delenv(name, raising=False)
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
