@@ -97,6 +97,8 @@ def test_planned_memory_is_that_of_the_tensors_held(name: str, chains: int) -> N
     inputs, outputs = (20, 24) if "matrix" in name else (300, 400)
     x, y = torch.randn(32, inputs), torch.randn(32, outputs)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
+    gc.collect()
+    gc.freeze()  # what other tests left alive is not looked through three times
     before = held()
     net = nn.Linear(inputs, outputs, bias=False)
     module = BayesianModule(
