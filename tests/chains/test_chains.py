@@ -253,7 +253,7 @@ def test_gradients_that_a_cuda_graph_would_overwrite_are_added_up() -> None:
     class Kept(Net):
         def on_train_start(self) -> None:
             assert self.chains.energies is not None
-            self.chains.energies._replays = True
+            self.chains.energies.replays = True
 
     def run(model: Any) -> list[PosteriorSample]:
         module = seeded(lambda: model(2, chain_execution="vmap"))
