@@ -1,7 +1,7 @@
 """The orders of the data: batch indices as a function of seed, chain, epoch and position."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,8 @@ LARGEST_DRAWN = 10**6
 """Data whose permutation is drawn as a whole; of more, it is computed at the places that are wanted."""
 WINDOW = 2**14
 """Places that an order computes at once then."""
-ROUNDS = 8
+ROUNDS = 6
+"""Of the network; four are pseudorandom already (Luby & Rackoff 1988)."""
 
 
 class Permutation:
@@ -43,12 +44,16 @@ class Permutation:
         self._sides = np.uint64(rows), np.uint64(-(-count // rows))
         self._keys = [np.uint64(derive_seed(seed, number)) for number in range(ROUNDS)]
 
-    def __getitem__(self, places: Tensor) -> Tensor:
+    def __getitem__(self, places: Sequence[int]) -> Tensor:
         """Return the numbers at places ≥ 0, int64; from N on they come again."""
-        places = places % self._count
+        is_range = isinstance(places, range)
+        if self._drawn is not None and is_range and places.stop <= self._count:
+            return self._drawn[places.start : places.stop : places.step]
+        chosen = torch.arange(places.start, places.stop, places.step) if is_range else torch.tensor(places)
+        chosen %= self._count
         if self._drawn is not None:
-            return self._drawn[places]
-        found = self._mapped(places.numpy().astype(np.uint64))
+            return self._drawn[chosen]
+        found = self._mapped(chosen.numpy().astype(np.uint64))
         while len(outside := np.flatnonzero(found >= self._count)):
             found[outside] = self._mapped(found[outside])
         return torch.from_numpy(found.astype(np.int64))
@@ -57,17 +62,25 @@ class Permutation:
         rows, columns = self._sides
         left, right = np.divmod(places, columns)
         for own, other in zip(self._keys[::2], self._keys[1::2], strict=True):
-            left = (left + _hashed(right, own)) % rows
-            right = (right + _hashed(left, other)) % columns
+            left = _shifted(left, right, own, rows)
+            right = _shifted(right, left, other, columns)
         return left * columns + right
 
 
-def _hashed(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    """Return 63 random bits for each value."""
-    mixed = values * np.uint64(0x9E3779B97F4A7C15) + key
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)
+def _shifted(
+    values: npt.NDArray[np.uint64], by: npt.NDArray[np.uint64], key: np.uint64, modulus: np.uint64
+) -> npt.NDArray[np.uint64]:
+    """Return (values + F(by)) mod a modulus, where F has 63 bits."""
+    mixed = by * np.uint64(0x9E3779B97F4A7C15)
+    mixed += key
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    mixed >>= np.uint64(1)
+    mixed += values
+    mixed -= mixed // modulus * modulus  # NumPy's % takes three times as long
+    return mixed
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,8 @@ class BatchOrder:
         """Compute what `_taken` returns."""
         spec = self.spec
         permutation = Permutation(spec.num_data, derive_seed(spec.seed, "data order", spec.chain, epoch))
-        return permutation[torch.arange(first, stop) * spec.num_replicas + spec.rank]
+        ranks, rank = spec.num_replicas, spec.rank
+        return permutation[range(first * ranks + rank, (stop - 1) * ranks + rank + 1, ranks)]
 
 
 MakeOrder = Callable[[OrderSpec], BatchOrder]

@@ -127,7 +127,7 @@ class RowsAt(torch_data.Dataset[Any]):
                 torch.empty((), dtype=torch.int64).random_()  # as the pass of a loader without workers begins
         chosen = [self._places[number] for number in numbers]
         if self._order is not None:
-            chosen = self._order[torch.tensor(chosen)].tolist()
+            chosen = self._order[chosen].tolist()
         return chosen if isinstance(self._indices, range) else [self._indices[place] for place in chosen]
 
 

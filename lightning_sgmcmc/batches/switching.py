@@ -84,7 +84,7 @@ class SwitchingOrder(BatchOrder):
         shares = self.batches_per_epoch * spec.num_replicas
         size = math.ceil(spec.num_data / shares)
         first = (self.state(batch) * spec.num_replicas + spec.rank) * size
-        return self._split[torch.arange(first, first + size)]
+        return self._split[range(first, first + size)]
 
     def state(self, batch: int) -> int:
         """Return which of the S mini-batches is held at a position of the stream, counted from 0."""

@@ -90,8 +90,7 @@ def test_numbers_are_mixed() -> None:
         at, distances, pairs = [], [], []
         for key in range(40):
             permutation = Permutation(count, derive_seed(key, "mixing"))
-            places = torch.arange(5000) * 199
-            first, second = permutation[places], permutation[places + step]
+            first, second = (permutation[range(own, own + 5000 * 199, 199)] for own in (0, step))
             at.append(first * bins // count)
             distances.append((second - first) % count * bins // count)
             pairs.append((first * 8 // count) * 8 + second * 8 // count)
@@ -101,7 +100,7 @@ def test_numbers_are_mixed() -> None:
 
 def test_every_permutation_of_few_data_is_as_likely(computed: None) -> None:
     """The first two of five data over 2,000 keys: 20 ordered pairs."""
-    found = torch.stack([Permutation(5, derive_seed(key, "few"))[torch.arange(2)] for key in range(2000)])
+    found = torch.stack([Permutation(5, derive_seed(key, "few"))[range(2)] for key in range(2000)])
     names, numbers = (found[:, 0] * 5 + found[:, 1]).unique(return_inverse=True)
     assert len(names) == 20
     assert abs(chi_square(numbers, 20)) < 5
