@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.samplers import noise as noises
 from lightning_sgmcmc.tensors import Control
 
 FEW, COLUMNS = 4, 2**22
@@ -103,7 +104,7 @@ class FlatParameters:
         """The same numbers as a leaf of autograd; `collect_gradient` moves its gradient to `gradients`."""
         self._is_clear = True
         """Whether `gradients` stand for zero, whatever their numbers."""
-        whole = FlatGroup(self.parameters, self.values, self.gradients)
+        whole = FlatGroup(self.parameters, self.values, self.values)
         self.split = whole.pieces
         formats = [_format_of(p) or torch.contiguous_format for p in self.parameters]
         with torch.no_grad():
@@ -137,6 +138,11 @@ class FlatParameters:
         return self._of_values.get(id(tensors[0])) if len(tensors) == 1 else None
 
     # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a further copy of the rows is worth avoiding."""
+        return self.values.numel() > noises.WHOLE
 
     @property
     def holds_gradients(self) -> bool:
@@ -182,11 +188,14 @@ class FlatParameters:
 
     def release(self) -> None:
         """Give each parameter memory of its own, in the format that it had."""
-        for parameter, view, memory_format in zip(self.parameters, self.views, self._formats, strict=True):
-            parameter.data = parameter.detach().clone(memory_format=memory_format)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = None
         self.leaf.grad = None
+        self.gradients = self.gradients.new_empty(0)  # before the copies
+        self.views, self.groups, self._of_values = [], [], {}
+        for parameter, memory_format in zip(self.parameters, self._formats, strict=True):
+            parameter.data = parameter.detach().clone(memory_format=memory_format)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied module has parameters with memory of their own
