@@ -145,7 +145,8 @@ class StackedChains:
     def receive(self, flat: FlatParameters | None) -> None:
         """Let each gradient of a slice go to the rows `flat` as it arrives, so that not all exist twice; None ends
         it."""
-        self._rows, self._arrived, self._slices = None, None, []
+        self.clear_gradients()  # or the slices, their hooks and these gradients would hold one another
+        self._rows, self._arrived, self._slices, self.of_prior = None, None, [], []
         if flat is None:
             return
         self.refresh()

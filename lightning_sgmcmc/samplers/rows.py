@@ -191,6 +191,7 @@ class FlatParameters:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = None
+            del view
         self.leaf.grad = None
         self.gradients = self.gradients.new_empty(0)  # before the copies
         self.views, self.groups, self._of_values = [], [], {}

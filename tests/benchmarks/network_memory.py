@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-LIMITS = {"SGLD": -0.8, "SGHMC": 0.2, "pSGHMC": 2.0, "SGHMC, four chains": 0.2}
-"""The most copies of the parameters beyond those of SGD with momentum."""
+LIMITS = {"SGLD": -0.8, "SGHMC": 0.2, "pSGHMC": 2.0, "SGHMC, four chains": 0.4}
+"""The most copies of the parameters beyond those of SGD with momentum; chains also hold prior gradients for a while."""
 RUNS = ("plain", *LIMITS)
 LAYERS, STEPS = 10, 4
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
