@@ -1,6 +1,6 @@
 """Chains: the component of a BayesianModule that holds its chains, their energies, gradients and state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.execution import free_graphs, state_of
-from lightning_sgmcmc.chains.layout import ChainLayout, FitSeeds, layout_of
+from lightning_sgmcmc.chains.layout import (
+    ChainLayout,
+    FitSeeds,
+    average_over_ranks,
+    buffers_of_steps,
+    layout_of,
+    leave_out_wrapper,
+    share_in_group,
+)
 from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
 from lightning_sgmcmc.chains.state import Accumulation, Claims, Counters, ObservedEnergy, Progress, Pulse, SampleTags
@@ -24,6 +33,7 @@ from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
 from lightning_sgmcmc.priors.base import check_patterns
 from lightning_sgmcmc.priors.held import held_rows
+from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.rows import FlatParameters, clip_rows, compiled
@@ -92,6 +102,10 @@ class Chains:
         self.num_data_is_given = False
         self.claims = Claims()
         self.flat: FlatParameters | None = None
+        self._averages = False
+        """Whether gradients are averaged here over the ranks that share the chains."""
+        self._shared_each_step: list[str] = []
+        """The buffers that these ranks share at every step."""
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
@@ -109,6 +123,7 @@ class Chains:
         """Set the layout of the chains, and stack them once; `initialise` draws a chain's start into the model's own
         tensors."""
         self.layout = layout_of(trainer, self.num_chains)
+        leave_out_wrapper(self.layout.strategy)
         check_hooks(self.model)
         starts = self._started is None and self.start == "own" and self.layout.total_chains > 1
         self.seeds.begin(trainer, starts)  # here, where all ranks are
@@ -231,6 +246,9 @@ class Chains:
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
         # A data-parallel wrapper sees only the stacked parameters.
         self.energies.through_stack = _is_wrapped(trainer) and self.stacked is not None
+        replicas = self.layout.ranks_per_chain > 1 and isinstance(trainer.strategy, DDPStrategy)
+        self._averages = replicas and not _is_wrapped(trainer)
+        self._shared_each_step = self._own_buffers(buffers_of_steps(self.model)) if self._averages else []
 
     def end_energies(self) -> None:
         """Drop the objects of a fit, so that the model can be copied and pickled, and free its CUDA graphs."""
@@ -253,6 +271,8 @@ class Chains:
         """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies."""
         assert self.energies is not None
         assert self.weights is not None
+        if self._shared_each_step and not self.accumulation.accumulating:
+            self.share_buffers(self._shared_each_step)
         step = self.energies(
             batch,
             seed_chain=self.claims.get("seed chain"),
@@ -333,6 +353,8 @@ class Chains:
         collects = self.energies is not None and self.energies.collects
         if collects:
             self.collect_gradients()
+        if self._averages and not self.accumulation.accumulating:
+            self._average_gradients()
         if self.accumulation.rescaling != 1:
             torch._foreach_mul_(self.gradients(), self.accumulation.rescaling)
         correct = self.claims.get("snapshot gradients")
@@ -340,6 +362,23 @@ class Chains:
             correct()
             if collects and self.accumulation.accumulating:
                 self.spread_gradients()  # the next batch adds its gradients to these
+
+    def _average_gradients(self) -> None:
+        """Average a step's gradients over the ranks that share the chains; a tensor without one counts as zero."""
+        for parameter in self.trainable.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_over_ranks(self.gradients(), self.layout.ranks_per_chain, self.layout.group)
+
+    def share_buffers(self, names: Sequence[str] | None = None) -> None:
+        """Take buffers of the chains, all without `names`, from the first of the ranks that share the chains."""
+        if self.layout.ranks_per_chain > 1:
+            buffers = dict(self.model.named_buffers())
+            share_in_group([buffers[n].detach() for n in names or self._own_buffers(buffers)], self.layout.group)
+
+    def _own_buffers(self, names: Iterable[str]) -> list[str]:
+        """Return those names of buffers that are neither shared by all chains nor functions of the prior's draws."""
+        return [name for name in names if name not in self.sharing.names and not is_prior_state(name)]
 
     def collect_gradients(self) -> None:
         """Copy the slices' gradients to the stacked parameters."""

@@ -6,14 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_sgmcmc.seeding import derive_seed, fit_seed
 
@@ -42,6 +46,11 @@ class ChainLayout:
     def chains(self) -> range:
         """Global indices of this process's chains."""
         return range(self.first_chain, self.first_chain + self.num_chains)
+
+    @property
+    def group(self) -> Any:
+        """The group of the ranks that share this process's chains, None for all ranks."""
+        return getattr(self.strategy, "group", None)
 
     @property
     def is_spread(self) -> bool:
@@ -129,6 +138,65 @@ def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
         layout: ChainLayout = strategy.chain_layout(num_chains)
         return layout
     return ChainLayout(0, num_chains, num_chains, trainer.world_size, trainer.global_rank, strategy)
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+# Ranks that share their chains average the gradients themselves, by one reduction of all rows. A wrapper of torch would
+# take the gradients into buckets of its own, so the rows, and what is fused over them, would be lost.
+
+BUCKET = 2**28
+"""Bytes of parameters that are sent at once."""
+
+
+def leave_out_wrapper(strategy: Any) -> None:
+    """Make Lightning's own `ddp` train a module with chains without a wrapper, unless it has hooks for one."""
+    hooks = ("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averaging_period")
+    if type(strategy) is DDPStrategy and not any(getattr(strategy, name, None) for name in hooks):
+        strategy.configure_ddp = partial(_configure_ddp, strategy)
+
+
+def _configure_ddp(strategy: Any) -> None:
+    if not hasattr(strategy.lightning_module, "chains"):  # a later fit of the trainer may be of another module
+        DDPStrategy.configure_ddp(strategy)
+        return
+    begin_replicas(strategy.lightning_module)
+
+
+def begin_replicas(module: nn.Module, group: Any = None) -> None:
+    """Give all ranks of a group, None for all, the parameters and buffers of its first one."""
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    parameters = [p.detach() for p in module.parameters()]
+    _verify_param_shape_across_processes(group, parameters)
+    share_in_group([*parameters, *(b.detach() for b in module.buffers())], group)
+
+
+def share_in_group(tensors: Sequence[Tensor], group: Any = None) -> None:
+    """Replace tensors by those of a group's first rank, None for all, by few messages."""
+    if tensors:
+        group = dist.distributed_c10d._get_default_group() if group is None else group
+        with torch.no_grad():
+            dist._broadcast_coalesced(group, list(tensors), BUCKET, 0)
+
+
+def buffers_of_steps(module: nn.Module) -> list[str]:
+    """Return the names of the buffers that a step may read: all but the statistics of torch's own normalisation layers,
+    which only evaluations read."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NormBase)]
+    own = {f"{name}.{key}" for name, layer in layers if type(layer).__module__[:6] == "torch." for key in layer._buffers}
+    return [name for name, _ in module.named_buffers() if name not in own]
+
+
+def average_over_ranks(tensors: Sequence[Tensor], ranks: int, group: Any = None) -> None:
+    """Replace tensors by their means over a group's ranks, None for all, by one reduction for each dtype."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        own = [tensor for tensor in tensors if tensor.dtype == dtype]
+        whole = own[0] if len(own) == 1 and own[0].is_contiguous() else torch.cat([t.reshape(-1) for t in own])
+        whole.mul_(1 / ranks)  # before the sum, as torch's wrapper does
+        dist.all_reduce(whole, group=group)
+        if whole is not own[0]:
+            pieces = whole.split([tensor.numel() for tensor in own])
+            torch._foreach_copy_(own, [piece.view(t.shape) for piece, t in zip(pieces, own, strict=True)])
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------

@@ -297,6 +297,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
             "before the fit"
         )
     check_replicas(chains, step)
+    chains.share_buffers()
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:
         prepare()

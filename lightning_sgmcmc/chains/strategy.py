@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.layout import ChainLayout, mean_over_ranks, naming_the_network, new_group
+from lightning_sgmcmc.chains.layout import (
+    ChainLayout,
+    begin_replicas,
+    mean_over_ranks,
+    naming_the_network,
+    new_group,
+    share_in_group,
+)
 from lightning_sgmcmc.chains.samples import PARTS, PosteriorSample
 from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.checks import check_count
@@ -184,12 +191,13 @@ class ChainStrategy(DDPStrategy):
         check_count("ranks_per_chain", ranks_per_chain, optional=False)
         super().__init__(**options)
         self.ranks_per_chain = ranks_per_chain
-        self._group: Any = None
-        """The ranks that share this process's chains."""
+        self.group: Any = None
+        """The ranks that share this process's chains, None for all."""
         self._across: Any = None
-        """The ranks with this process's index in their groups, one per group."""
+        """The ranks with this process's index in their groups, one per group, None for all."""
         self._across_host: Any = None
         """The same ranks, for tensors in host memory."""
+        self._has_groups = False
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -228,19 +236,29 @@ class ChainStrategy(DDPStrategy):
                 f"ranks_per_chain={size} does not divide the {self.world_size} processes: set devices x num_nodes to a "
                 f"multiple of {size}"
             )
-        if self._across is not None:
+        if self._has_groups:
             return
-        # Every process takes part in creating every group.
+        self._has_groups = True
+        on_host = self._process_group_backend == "gloo"
+        if size == 1:  # the ranks of all groups are all ranks
+            self._across_host = None if on_host else new_group(None, self._timeout, backend="gloo")
+        elif size < self.world_size:
+            self._make_groups(on_host)
+        atexit.register(_leave)
+
+    def _make_groups(self, on_host: bool) -> None:
+        """Make the groups of ranks, in whose creation every process takes part."""
+        size = self.ranks_per_chain
         for chain in range(self.num_groups):
             group = new_group(range(chain * size, (chain + 1) * size), self._timeout)
             if chain == self.group_index:
-                self._group = group
+                self.group = group
         for place in range(size):
             ranks = range(place, self.world_size, size)
-            across, host = new_group(ranks, self._timeout), new_group(ranks, self._timeout, backend="gloo")
+            across = new_group(ranks, self._timeout)
+            host = across if on_host else new_group(ranks, self._timeout, backend="gloo")
             if place == self.rank_in_group:
                 self._across, self._across_host = across, host
-        atexit.register(_leave)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -258,11 +276,16 @@ class ChainStrategy(DDPStrategy):
         device_ids = self.determine_ddp_device_ids()
         # In a stream of its own, as a graph of the backward pass needs (torch's notes on CUDA, "Usage with DDP").
         with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
-            return DistributedDataParallel(model, device_ids=device_ids, process_group=self._group, **self._ddp_kwargs)
+            return DistributedDataParallel(model, device_ids=device_ids, process_group=self.group, **self._ddp_kwargs)
 
     def configure_ddp(self) -> None:
-        if self.ranks_per_chain > 1:
-            super().configure_ddp()  # otherwise no gradients are exchanged
+        if self.ranks_per_chain == 1:
+            return  # no gradients are exchanged
+        if self._ddp_comm_hook is not None:  # a hook of the wrapper
+            super().configure_ddp()
+        else:
+            assert self.lightning_module is not None
+            begin_replicas(self.lightning_module, self.group)
 
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None:
@@ -283,21 +306,22 @@ class ChainStrategy(DDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         if self.world_size == 1:  # processes forked later would use this group
-            self._group = self._across = self._across_host = None
+            self.group = self._across = self._across_host = None
+            self._has_groups = False
             _leave()
 
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def mean_in_group(self, tensor: Tensor) -> Tensor:
         """Return the mean over the ranks that share this process's chains."""
-        return mean_over_ranks(tensor, self.root_device, self.ranks_per_chain, self._group)
+        return mean_over_ranks(tensor, self.root_device, self.ranks_per_chain, self.group)
 
     def gather_groups(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all groups, in the order of their chains."""
         group = self._across if tensor.device.type == self.root_device.type else self._across_host
-        everyone = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.num_groups)]
-        dist.all_gather(everyone, tensor.contiguous(), group=group)
-        return everyone
+        everyone = torch.empty((self.num_groups, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather_into_tensor(everyone, tensor.contiguous(), group=group)
+        return list(everyone)
 
     def share_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by those of the first process."""
@@ -316,8 +340,7 @@ class ChainStrategy(DDPStrategy):
         form, device = SampleRows(own[0]), self.root_device
         rows = form.pack(own, device)
         if self.ranks_per_chain > 1:  # statistics of a layer may differ between ranks until the next batch
-            for tensor in rows:
-                dist.broadcast(tensor, self.group_index * self.ranks_per_chain, group=self._group)
+            share_in_group(rows, self.group)
         no_tensors: dict[str, Any] = {part: {} for part in (*PARTS, "shared")}
         numbers: list[Any] = [None] * self.num_groups
         dist.all_gather_object(numbers, [replace(sample, **no_tensors) for sample in own], self._across_host)

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.trainer import call
-from pytorch_lightning.trainer.states import TrainerStatus
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -410,6 +410,8 @@ class Safeguards(RunCallback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.busy = True
         self._pulse.count += 1
+        if trainer.state.fn == TrainerFn.FITTING:
+            chains_of(pl_module).share_buffers()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1

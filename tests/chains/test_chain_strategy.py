@@ -226,7 +226,7 @@ def test_samples_travel_in_few_exchanges(largest: int, tmp_path: Path, monkeypat
     share = ChainStrategy.share_samples
 
     def shared(*args: Any) -> Any:
-        for name in ("all_gather", "all_gather_object", "broadcast", "broadcast_object_list"):
+        for name in ("all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list"):
             own = getattr(torch.distributed, name)
             counted = lambda *a, own=own, name=name, **k: (calls.append(name), own(*a, **k))[1]  # noqa: E731
             monkeypatch.setattr(torch.distributed, name, counted)
@@ -236,7 +236,7 @@ def test_samples_travel_in_few_exchanges(largest: int, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(ChainStrategy, "share_samples", shared)
     assert_same(whole, fit_in_layout(tmp_path / "ranks", 2, 2, steps=5)[0])
-    expected = ["all_gather_object", *(["all_gather"] * 2 if largest else ["broadcast"] * 4)]
+    expected = ["all_gather_object", *(["all_gather_into_tensor"] * 2 if largest else ["broadcast"] * 4)]
     assert [(tmp_path / rank).read_text().split() for rank in "01"] == [expected] * 2
 
 
