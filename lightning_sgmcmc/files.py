@@ -8,10 +8,10 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 TEMPORARY = ".sgmcmc.tmp"
 """How the names of files end that are being written."""
@@ -107,10 +107,14 @@ def _parse_integer(text: str) -> int:
     return int(text)
 
 
-def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
-    """Write a file into an existing folder so that a reader sees either the old or the new content; see `replacing`."""
+def write_atomically(path: Path, content: bytes | memoryview | Callable[[BinaryIO], Any], durable: bool = True) -> None:
+    """Write a file into an existing folder so that a reader sees either the old or the new content, which may be
+    written by a function; see `replacing`."""
     with replacing(path) as temporary, open(temporary, "xb") as file:
-        file.write(content)
+        if callable(content):
+            content(file)
+        else:
+            file.write(content)
         if durable:
             flush(file)
     if durable:

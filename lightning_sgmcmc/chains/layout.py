@@ -182,9 +182,10 @@ def share_in_group(tensors: Sequence[Tensor], group: Any = None) -> None:
 def buffers_of_steps(module: nn.Module) -> list[str]:
     """Return the names of the buffers that a step may read: all but the statistics of torch's own normalisation layers,
     which only evaluations read."""
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NormBase)]
-    own = {f"{name}.{key}" for name, layer in layers if type(layer).__module__[:6] == "torch." for key in layer._buffers}
-    return [name for name, _ in module.named_buffers() if name not in own]
+    named = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NormBase)]
+    plain = [(name, layer) for name, layer in named if type(layer).__module__.startswith("torch.")]
+    statistics = {f"{name}.{key}" for name, layer in plain for key in layer._buffers}
+    return [name for name, _ in module.named_buffers() if name not in statistics]
 
 
 def average_over_ranks(tensors: Sequence[Tensor], ranks: int, group: Any = None) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_sgmcmc.chains.joined import Column, JoinedRows, column
 from lightning_sgmcmc.chains.layout import (
     ChainLayout,
     begin_replicas,
@@ -31,31 +32,33 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
 
-def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return the sampler state of all chains from each process's, in their order, with the parameters' shapes."""
-    first = parts[0]
-    own_axis = first["sampler"]["per_chain_state"]
-    state: dict[Any, dict[str, Any]] = {}
-    for key, own in first["state"].items():
-        state[key] = {}
-        for name, value in own.items():
-            values = [part["state"][key][name] for part in parts]
-            if isinstance(value, Tensor):
-                # A value without the parameter's shape is one number per chain.
-                per_chain = name in own_axis or value.shape != shapes[key]
-                state[key][name] = _join(values, 2 if per_chain else chains_each)
-            else:
-                state[key][name] = value
+def join_sampler(own: dict[str, Any], parts: Sequence[dict[str, Any]], chains_each: int) -> dict[str, Any]:
+    """Return a process's sampler state with the controls and noise of all chains, from those of each process in their
+    order; its tensors are joined as they are written (`columns_of`)."""
     groups = [
         {name: _join_control([g[name] for g in same], chains_each) for name in same[0]}
         for same in zip(*(part["param_groups"] for part in parts), strict=True)
     ]
     noise = [part["sampler"]["noise"] for part in parts]
-    sampler = dict(first["sampler"]) | {
+    sampler = dict(own["sampler"]) | {
         "num_chains": chains_each * len(parts),
         "noise": dict(noise[0]) | {"generators": [g for one in noise for g in one["generators"]]},
     }
-    return dict(first) | {"state": state, "param_groups": groups, "sampler": sampler}
+    return dict(own) | {"param_groups": groups, "sampler": sampler}
+
+
+def columns_of(
+    state: dict[str, Any], path: tuple[Any, ...], chains_each: int, shapes: Sequence[torch.Size]
+) -> list[Column]:
+    """Return the columns of a sampler's state, which is at `path`, with the parameters' shapes."""
+    own_axis, found = state["sampler"]["per_chain_state"], []
+    for key, own in state["state"].items():
+        for name, value in own.items():
+            if isinstance(value, Tensor):
+                # A value without the parameter's shape is one number per chain.
+                per_chain = name in own_axis or value.shape != shapes[key]
+                found.append(column((*path, "state", key, name), value, per_chain or chains_each > 1))
+    return found
 
 
 def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[torch.Size]) -> dict[str, Any]:
@@ -81,10 +84,6 @@ def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[t
         noise["generators"] = [noise["generators"][chain] for chain in layout.chains]
     sampler = dict(whole["sampler"]) | {"num_chains": layout.num_chains, "noise": noise}
     return dict(whole) | {"state": state, "param_groups": groups, "sampler": sampler}
-
-
-def _join(tensors: Sequence[Tensor], chains_each: int) -> Tensor:
-    return torch.cat(list(tensors)) if chains_each > 1 else torch.stack(list(tensors))
 
 
 def _split(tensor: Tensor, layout: ChainLayout) -> Tensor:
@@ -198,6 +197,8 @@ class ChainStrategy(DDPStrategy):
         self._across_host: Any = None
         """The same ranks, for tensors in host memory."""
         self._has_groups = False
+        self._columns: list[Column] = []
+        """The tensors of the checkpoint that is being made of which this process has its own chains."""
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -319,9 +320,9 @@ class ChainStrategy(DDPStrategy):
     def gather_groups(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all groups, in the order of their chains."""
         group = self._across if tensor.device.type == self.root_device.type else self._across_host
-        everyone = torch.empty((self.num_groups, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(everyone, tensor.contiguous(), group=group)
-        return list(everyone)
+        everyone = torch.empty(self.num_groups * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather_into_tensor(everyone, tensor.reshape(-1), group=group)
+        return list(everyone.view(self.num_groups, *tensor.shape))
 
     def share_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by those of the first process."""
@@ -331,7 +332,7 @@ class ChainStrategy(DDPStrategy):
             tensor.detach().copy_(moved)
 
     def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
-        """Yield the samples of all chains, in their order, on every process; each has as many, at least one.
+        """Yield the samples of all chains, in their order, on every process; each group has as many, at least one.
 
         They travel as rows: one collective operation for each dtype and one for their numbers; large ones group by
         group, so that no process holds all of them at once.
@@ -353,7 +354,8 @@ class ChainStrategy(DDPStrategy):
                 of_group = [tensor if group == self.group_index else torch.empty_like(tensor) for tensor in rows]
                 for tensor in of_group:
                     dist.broadcast(tensor, group * self.ranks_per_chain)
-            yield from form.unpack(of_group, numbers[group])
+            own_group = group == self.group_index and self.rank_in_group == 0
+            yield from own if own_group else form.unpack(of_group, numbers[group])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -365,21 +367,24 @@ class ChainStrategy(DDPStrategy):
     def _layout(self) -> ChainLayout:
         return self.chain_layout(getattr(self.lightning_module, "num_chains", 1))
 
+    def gather_plain(self, value: Any) -> list[Any] | None:
+        """Return every group's plain value on the first process, None on the others."""
+        if self.rank_in_group > 0:
+            return None
+        found = [None] * self.num_groups if self.group_index == 0 else None
+        dist.gather_object(value, found, dst=0, group=self._across_host)
+        return found
+
     def collect(self, tree: Any) -> list[Any] | None:
         """Return every group's tree of tensors and plain values on the first process, None on the others."""
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "the chains' processes have ended, and this one holds only the first one's chains, so it cannot save "
-                "all of them: use a ModelCheckpoint, which saves during the fit"
-            )
+        _check_processes()
         leaves, structure = pytree.tree_flatten(tree)
         tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
         first = self.rank_in_group == 0 and self.group_index == 0
         if self.rank_in_group > 0:
             return None
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        plain: list[Any] | None = [None] * self.num_groups if first else None
-        dist.gather_object((rest, structure), plain, dst=0, group=self._across_host)
+        plain = self.gather_plain((rest, structure))
         columns: list[list[Tensor]] = []
         for tensor in tensors:
             into = [torch.empty_like(tensor) for _ in range(self.num_groups)] if first else None
@@ -398,23 +403,44 @@ class ChainStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        layout = self._layout()
-        if not layout.is_spread:
-            return state
-        shared = self._shared_keys()
-        everyone = self.collect({key: tensor for key, tensor in state.items() if key not in shared})
-        if everyone is None:
-            return state
-        whole = {key: _join([own[key] for own in everyone], layout.num_chains) for key in everyone[0]}
-        return {**state, **whole}
+        layout, self._columns = self._layout(), []
+        if layout.is_spread:
+            _check_processes()
+            shared, has_axis = self._shared_keys(), layout.num_chains > 1
+            own = {key: t for key, t in state.items() if isinstance(t, Tensor) and key not in shared}
+            self._columns = [column(("state_dict", key), tensor, has_axis) for key, tensor in own.items()]
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
         layout = self._layout()
         if not layout.is_spread or "sampler" not in state:
             return state
-        everyone = self.collect(state)
-        return state if everyone is None else join_sampler(everyone, layout.num_chains, _shapes(optimizer))
+        index = next(i for i, own in enumerate(self.optimizers) if own is getattr(optimizer, "optimizer", optimizer))
+        path = ("optimizer_states", index)
+        self._columns += columns_of(state, path, layout.num_chains, _shapes(optimizer))
+        everyone = self.collect({name: state[name] for name in ("param_groups", "sampler")})
+        return state if everyone is None else join_sampler(state, everyone, layout.num_chains)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint of all chains: each process adds its own, so the first one holds no others'."""
+        columns, self._columns = self._columns, []
+        if not columns:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self.rank_in_group:
+            return
+        ranks = range(0, self.world_size, self.ranks_per_chain)
+        joined, io = JoinedRows(columns, self._across_host, self.group_index, ranks), self.checkpoint_io
+        if self.group_index:
+            joined.serve()
+            return
+        whole = joined.take(checkpoint)
+        if storage_options is None and hasattr(io, "joins") and io.joins(filepath):
+            io.save_checkpoint(whole, filepath, joined=joined)
+        else:
+            joined.fill()
+            io.save_checkpoint(whole, filepath, storage_options=storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         layout = self._layout()
@@ -429,8 +455,18 @@ class ChainStrategy(DDPStrategy):
         if layout.is_spread and all(isinstance(optimizer, Sampler) for optimizer in self.optimizers):
             saved = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             states = [split_sampler(state, layout, _shapes(optimizer)) for optimizer, state in saved]
+            # The checkpoint's tensors are parts of its file, which may be deleted.
+            states = pytree.tree_map_only(Tensor, torch.clone, states)
             checkpoint = dict(checkpoint) | {"optimizer_states": states}
         super().load_optimizer_state_dict(checkpoint)
+
+
+def _check_processes() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "the chains' processes have ended, and this one holds only the first one's chains, so it cannot save all "
+            "of them: use a ModelCheckpoint, which saves during the fit"
+        )
 
 
 def _shapes(optimizer: Any) -> list[torch.Size]:

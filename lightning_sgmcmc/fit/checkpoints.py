@@ -1,12 +1,12 @@
 """Checkpoints: a file is complete or absent, and what comes from elsewhere has the form that readers expect."""
 
-import io
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zipfile import is_zipfile
 
 import pytorch_lightning as pl
 import torch
@@ -15,9 +15,11 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
+from lightning_sgmcmc.chains.joined import GappyFile, JoinedRows
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -88,21 +90,48 @@ def _mark_of_checkpoint(path: Path) -> str | None:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file in the same folder and renames it, so that a kill leaves the old one."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint."""
-        if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
+    def __init__(self, maps: bool = False) -> None:
+        super().__init__()
+        self._maps = maps
+        """Whether each process reads only a part of a checkpoint, so that the file is mapped into memory."""
+
+    def joins(self, path: Any) -> bool:
+        """Return whether a checkpoint there can have gaps, which other processes fill."""
+        return isinstance(get_filesystem(path), LocalFileSystem)
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: Any,
+        storage_options: Any | None = None,
+        joined: JoinedRows | None = None,
+    ) -> None:
+        """Write a checkpoint, without holding its bytes; other processes write the tensors of `joined`."""
+        if storage_options is not None or not self.joins(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = plain_path(path)
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
+        place, size = plain_path(path), 0
+
+        def write(file: BinaryIO) -> None:
+            nonlocal size
+            gappy = GappyFile(file, [] if joined is None else joined.wholes)
+            torch.save(checkpoint, gappy)
+            size = gappy.size
+            gappy.check()
+            if joined is not None and gappy.has_all_gaps:
+                joined.write(Path(file.name), gappy.offsets)
+            elif joined is not None:
+                joined.fill()
+                file.seek(0)
+                torch.save(checkpoint, file)
+
         try:
             make_folder(place.parent)
-            write_atomically(place, buffer.getbuffer())
+            write_atomically(place, write)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"the checkpoint {place} of {megabytes(buffer.getbuffer().nbytes)} could not be written: "
+                f"the checkpoint {place}{f' of {megabytes(size)}' if size else ''} could not be written: "
                 f"{error.strerror}{free_space(place.parent)}; earlier checkpoints and samples are complete: free "
                 "or repair the disk, and resume from the last one",
             ) from error
@@ -122,7 +151,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             if isinstance(file_system, LocalFileSystem):
                 check_regular(plain_path(path).resolve())
-            content = pl_load(path, map_location=map_location, weights_only=weights_only is not False)
+            content = self._load(path, map_location, weights_only is not False)
         except pickle.UnpicklingError as error:
             raise ValueError(
                 f"the checkpoint {path} contains more than tensors and plain data ({_first_line(error)}): if you trust "
@@ -133,6 +162,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(content, dict):
             raise ValueError(f"{path} is not a checkpoint: it contains a {type(content).__name__}")
         _check_form(content, path)
+        return content
+
+    def _load(self, path: Any, map_location: Any, weights_only: bool) -> Any:
+        mapped = self._maps and isinstance(get_filesystem(path), LocalFileSystem) and is_zipfile(plain_path(path))
+        if not mapped:
+            return pl_load(path, map_location=map_location, weights_only=weights_only)
+        content = torch.load(plain_path(path), map_location=map_location, weights_only=weights_only, mmap=True)
+        if isinstance(content, dict):  # the strategy copies its part of these; what others keep must outlive the file
+            for name in content.keys() - {"state_dict", "optimizer_states"}:
+                content[name] = pytree.tree_map_only(torch.Tensor, torch.clone, content[name])
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -246,7 +285,7 @@ def protect_checkpoints(trainer: pl.Trainer) -> None:
     """Make a trainer write checkpoints with `AtomicCheckpointIO`, unless the user chose another plugin."""
     strategy = trainer.strategy
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
-        strategy.checkpoint_io = AtomicCheckpointIO()
+        strategy.checkpoint_io = AtomicCheckpointIO(maps=hasattr(strategy, "chain_layout") and trainer.world_size > 1)
 
 
 def clean_checkpoints(trainer: pl.Trainer) -> None:
