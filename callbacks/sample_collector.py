@@ -86,6 +86,12 @@ class SampleCollector(SamplerCallback):
         self.posterior: Posterior | None = None
         self._store: SampleStore | None = None
         self._drawing: Drawing | None = None
+        self._writes = True
+        """Whether this process writes the samples of the present drawing."""
+        self._unrecorded: list[tuple[int, int, int]] = []
+        """Step, chain and draw of the samples since the last exchange, where several processes write."""
+        self._is_behind = False
+        """Whether a thread still writes samples of the last step, which are to be exchanged."""
         self._contour: LearnedContour | None = None
         """The last one that the store was given."""
         self._lost: OSError | None = None
@@ -137,6 +143,9 @@ class SampleCollector(SamplerCallback):
             self._store = DiskStore(path)
         if isinstance(self._store, MemoryStore):
             self._store.columns = _columns(trainer)
+        elif isinstance(self._store, DiskStore) and module.chains.layout.is_spread:
+            self._store.share_writing()
+        self._unrecorded, self._is_behind = [], False
         self._publish(module)
 
     def _resume(self, trainer: pl.Trainer, module: ChainModel) -> None:
@@ -164,8 +173,12 @@ class SampleCollector(SamplerCallback):
             model.to(pl_module.device)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
-        if isinstance(self._store, DiskStore) and self._store.lags:
+        layout = pl_module.chains.layout
+        if self._is_behind:
+            self._exchange()
+        if isinstance(self._store, DiskStore) and self._store.lags and not layout.is_spread:
             self._drop_surplus()
+        self._writes = drawing.is_own and layout.rank_in_chain == 0
         self._drawing = drawing if drawing.on_cuda else None
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
@@ -175,22 +188,44 @@ class SampleCollector(SamplerCallback):
             self._drawing = None
         if (index + 1) % self.every_n_samples:
             return
-        store, contour = self._store, pl_module.contour
+        store, contour, is_spread = self._store, pl_module.contour, pl_module.chains.layout.is_spread
         assert store is not None
-        if isinstance(store, DiskStore) and not trainer.is_global_zero:
-            return
-        copy = None if drawing is None else drawing.host_copy(sample)
-        if copy is not None and isinstance(store, DiskStore):
-            store.append_later(sample, copy)
-        else:
+        on_disk = isinstance(store, DiskStore)
+        copy = None if drawing is None or (on_disk and not self._writes) else drawing.host_copy(sample)
+        if not isinstance(store, DiskStore):
             store.append(sample if copy is None else copy())
+        elif self._writes and copy is not None:
+            store.append_later(sample, copy)
+        elif self._writes:
+            store.append(sample)
+        if on_disk and is_spread:
+            self._unrecorded.append((sample.step, sample.chain, sample.draw))
+        if on_disk and not trainer.is_global_zero:
+            return
         if contour is not None and contour is not self._contour:
             if isinstance(store, DiskStore) and copy is not None:
                 store.set_contour_later(contour)
             else:
                 store.contour = contour
             self._contour = contour
-        if not (isinstance(store, DiskStore) and store.lags):
+        if not (isinstance(store, DiskStore) and (store.lags or is_spread)):
+            self._drop_surplus()
+
+    def end_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel) -> None:
+        """Record the samples of a step that several processes have written; those that a thread writes, later."""
+        self._is_behind = bool(self._unrecorded)
+        if self._is_behind and pl_module.device.type != "cuda":
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Let the first process record what all have written, in the samples' order; all processes call it."""
+        expected, self._unrecorded, self._is_behind = self._unrecorded, [], False
+        if not expected or not isinstance(self._store, DiskStore):
+            return
+        everyone = self.run.layout.strategy.gather_plain(self._store.take_written())
+        if everyone is not None:
+            written = {(one.step, one.chain, one.draw): one for records in everyone for one in records}
+            self._store.record([written[place] for place in expected])
             self._drop_surplus()
 
     def _drop_surplus(self) -> None:
@@ -209,10 +244,13 @@ class SampleCollector(SamplerCallback):
         self._retired &= wanted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._exchange()
         if isinstance(self._store, DiskStore) and trainer.is_global_zero:
             self._drop_surplus()
             self._store.close()
             self._retired |= self._store.trim()
+        elif isinstance(self._store, DiskStore):
+            self._store.close()
         trainer.strategy.barrier("all samples are written")
         module = sampling_module(pl_module, self)
         if self._store is not None and module.contour is not None and trainer.is_global_zero:
@@ -260,6 +298,7 @@ class SampleCollector(SamplerCallback):
     def state_dict(self) -> dict[str, Any]:
         if self._lost is not None:
             raise self._lost
+        self._exchange()
         if isinstance(self._store, DiskStore) and self._store.lags:
             self._drop_surplus()
         state: dict[str, Any] = {"seen": dict(self._seen)}

@@ -204,12 +204,18 @@ class FlatStates:
 
 
 class Drawing:
-    """Samples that are drawn together, each of tensors of its own or of views of a row of the flat states."""
+    """Samples that are drawn together, each of tensors of its own or of views of a row of the flat states; `is_own`
+    says whether this process has their chains."""
 
     def __init__(
-        self, samples: Sequence[PosteriorSample], states: FlatStates | None = None, rows: Sequence[int] = ()
+        self,
+        samples: Sequence[PosteriorSample],
+        states: FlatStates | None = None,
+        rows: Sequence[int] = (),
+        is_own: bool = True,
     ) -> None:
         self.samples = list(samples)
+        self.is_own = is_own
         self._states = states
         self._rows = list(rows)
         self._copies: HostCopies | None = None
@@ -305,14 +311,31 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     states = _flat_states(chains)
     samples = _own_samples(chains, states, step, check)
     if expand is None and not layout.is_spread:
-        rows = [row for row, sample in enumerate(samples) if _is_chosen(chains, sample)]
-        yield Drawing([samples[row] for row in rows], states, rows)
+        yield _drawing(chains, samples, range(len(samples)), states)
         return
     own: Iterable[PosteriorSample] = samples if expand is None else _expanded(samples, expand, check)
-    everyone = layout.strategy.share_samples(own) if layout.is_spread else own
-    chosen = (sample for sample in everyone if _is_chosen(chains, sample))
-    while together := list(itertools.islice(chosen, chains.num_chains)):
-        yield Drawing(together)
+    if not layout.is_spread:
+        chosen = (sample for sample in own if _is_chosen(chains, sample))
+        while together := list(itertools.islice(chosen, chains.num_chains)):
+            yield Drawing(together)
+        return
+    own = list(own)
+    everyone = layout.strategy.share_samples(own)
+    for first in range(0, layout.total_chains, layout.num_chains):
+        of_group, is_own = list(itertools.islice(everyone, len(own))), first == layout.first_chain
+        for start in range(0, len(own), chains.num_chains):
+            rows = range(start, min(start + chains.num_chains, len(own)))
+            drawing = _drawing(chains, of_group, rows, states if is_own and expand is None else None, is_own)
+            if drawing.samples:
+                yield drawing
+
+
+def _drawing(
+    chains: Chains, samples: Sequence[PosteriorSample], rows: range, states: FlatStates | None, is_own: bool = True
+) -> Drawing:
+    """Return the drawing of those of some samples that are to be drawn."""
+    chosen = [row for row in rows if _is_chosen(chains, samples[row])]
+    return Drawing([samples[row] for row in chosen], states, chosen, is_own)
 
 
 def _flat_states(chains: Chains) -> FlatStates:

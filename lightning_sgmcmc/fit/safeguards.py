@@ -398,6 +398,9 @@ class Safeguards(RunCallback):
                     hook(trainer, pl_module, sample)
                 if of_module is not None:
                     of_module(sample)
+        for callback in receivers:
+            if (end := getattr(callback, "end_posterior_samples", None)) is not None:
+                end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1

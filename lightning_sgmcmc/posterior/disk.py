@@ -67,6 +67,8 @@ class DiskStore(SampleStore):
         self._contour: bytes | None = None
         self._shared: dict[str, Tensor] | None = None
         self._writer: BackgroundWriter | None = None
+        self._unrecorded: list[SampleRecord] | None = None
+        """The records of samples that this process has written and the first one is to record (`share_writing`)."""
         self._records: list[SampleRecord] = []
         self.reload()
 
@@ -207,7 +209,7 @@ class DiskStore(SampleStore):
     def append(self, sample: PosteriorSample) -> None:
         self._take_place(sample)
         try:
-            self._enter(write_sample(self.path, sample, len(self.records)))
+            self._enter(write_sample(self.path, sample, len(self.records), self._unrecorded is None))
         except OSError:
             self._places = _places_of(self.records)  # so that it can be appended again
             raise
@@ -223,8 +225,32 @@ class DiskStore(SampleStore):
 
     def _enter(self, record: SampleRecord) -> None:
         """Add the record of a sample that is written."""
-        self._records.append(record)  # the getter would settle again
+        records = self._records if self._unrecorded is None else self._unrecorded
+        records.append(record)  # the getter would settle again
         self._verified.add(record.file)
+
+    def share_writing(self) -> None:
+        """Let this process write the files of samples that are appended, and the first process of the run the manifest
+        (`record`)."""
+        self._unrecorded = []
+
+    def take_written(self) -> list[SampleRecord]:
+        """Return the records of the files that this process has written since the last call, once they are on the
+        disk."""
+        self._settle()
+        written, self._unrecorded = self._unrecorded or [], []
+        return written
+
+    def record(self, records: Sequence[SampleRecord]) -> None:
+        """Add samples to the manifest whose files are written, by this process or others."""
+        if not records:
+            return
+        try:
+            manifest.add_line(self.path / manifest.MANIFEST, "\n".join(map(manifest.line_of, records)))
+        except OSError as error:
+            raise unusable(self.path, error) from error
+        self._records += records
+        self._places |= _places_of(records)
 
     def __getitem__(self, index: int) -> PosteriorSample:
         record = self.records[index]
@@ -371,7 +397,8 @@ class DiskStore(SampleStore):
         earlier = len(self._records) + len(writer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in sample.own_state.values())
         try:
-            writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier)), size)
+            with_line = self._unrecorded is None
+            writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier, with_line)), size)
         except OSError:
             self._places.discard(_place_of(sample))
             raise
@@ -405,7 +432,7 @@ class DiskStore(SampleStore):
         try:
             writer.close()
         finally:
-            self._places = _places_of(self.records)
+            self._places = _places_of([*self.records, *(self._unrecorded or ())])
 
     def __getstate__(self) -> dict[str, object]:
         self._settle()

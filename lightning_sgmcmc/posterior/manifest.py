@@ -263,14 +263,15 @@ Job = Callable[[], Callable[[], None]]
 """Writes something; returns what to do in the run's thread once it is written."""
 
 
-def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleRecord:
+def write_sample(folder: Path, sample: PosteriorSample, earlier: int, with_line: bool = True) -> SampleRecord:
     """Write a sample's file and its line in the manifest, both flushed to the disk; return its record."""
     name = sample_name(sample.step, sample.chain, sample.draw)
     content = sample_content(sample)
     record = record_of(sample, name, checksum(content))
     try:
         write_atomically(folder / name, content)
-        add_line(folder / MANIFEST, line_of(record))
+        if with_line:
+            add_line(folder / MANIFEST, line_of(record))
     except OSError as error:
         what = f"the {earlier} earlier samples are complete: free space, and resume from the last checkpoint"
         if not (folder / MANIFEST).exists():
@@ -284,7 +285,7 @@ def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleR
 
 
 def add_line(path: Path, line: str, block: int = 4096) -> None:
-    """Add a line to a manifest, over a truncated last one."""
+    """Add a line, or several, to a manifest, over a truncated last one."""
     check_regular(path)
     with open(path, "r+b") as manifest:
         end = manifest.seek(0, os.SEEK_END)
