@@ -60,10 +60,17 @@ class EvaluationShare:
         """Return the values of all data, in their order; `tensor` has those of this share along its first axis."""
         if self.replicas == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return tensor
-        parts = gather_all_tensors(tensor.contiguous())
         if self.replicas == 0:
-            return torch.cat(parts)
-        return torch.stack(parts, 1).flatten(0, 1)[: self.num_data]
+            return torch.cat(gather_all_tensors(tensor.contiguous()))
+        # All shares are as long; in slices, since every process holds the whole already.
+        whole = tensor.new_empty((len(tensor), self.replicas, *tensor.shape[1:]))
+        count = max(1, LARGEST_SLICE // max(1, whole[:1].nbytes))
+        for part, own in zip(whole.split(count), tensor.split(count), strict=True):
+            sent = own.contiguous().view(-1).view(torch.uint8)
+            come = sent.new_empty(self.replicas * len(sent))
+            torch.distributed.all_gather_into_tensor(come, sent)
+            part.copy_(come.view(tensor.dtype).view(self.replicas, *own.shape).transpose(0, 1))
+        return whole.flatten(0, 1)[: self.num_data]
 
 
 def share_of(trainer: pl.Trainer, loader: Any, limit: float, dataloader_idx: int = 0) -> EvaluationShare:
@@ -195,6 +202,8 @@ def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
 
 
 Tree = TypeVar("Tree")
+LARGEST_SLICE = 2**26
+"""Bytes of scores that a process receives at once."""
 LARGEST_SCORES = 2**30
 """Bytes of the scores of samples that are scored together."""
 

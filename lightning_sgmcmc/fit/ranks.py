@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -120,14 +120,16 @@ class Beat:
     """Whether its main thread does something of any length, such as a validation or a first compilation."""
     step: int
     ended: bool
+    hangs: int = -1
+    """The rank that the first one has found to hang."""
 
     def to_text(self) -> str:
         return " ".join(str(int(value)) for value in astuple(self))
 
     @classmethod
     def from_text(cls, text: str) -> "Beat":
-        number, progress, busy, step, ended = map(int, text.split())
-        return cls(number, progress, bool(busy), step, bool(ended))
+        number, progress, busy, step, ended, hangs = map(int, text.split())
+        return cls(number, progress, bool(busy), step, bool(ended), hangs)
 
 
 class Judge:
@@ -169,7 +171,11 @@ class Judge:
 
 
 class RankWatch:
-    """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs."""
+    """Publishes this rank's beats through torch.distributed's store, and ends this process if a rank hangs.
+
+    The first rank reads and judges all; the others read its beat alone, with what it has found, and judge whether it
+    lives. Once its fit has ended, each rank reads all.
+    """
 
     def __init__(self, trainer: pl.Trainer, pulse: Pulse, store: Any) -> None:
         self._trainer = trainer
@@ -193,23 +199,40 @@ class RankWatch:
             with contextlib.suppress(RuntimeError):
                 self._publish(ended=True)
 
-    def _publish(self, ended: bool = False) -> None:
+    def _publish(self, ended: bool = False, hangs: int = -1) -> None:
         pulse, self._number = self._pulse, self._number + 1
-        beat = Beat(self._number, pulse.count, pulse.busy, self._trainer.global_step, ended)
+        beat = Beat(self._number, pulse.count, pulse.busy, self._trainer.global_step, ended, hangs)
         self._store.set(str(self._trainer.global_rank), beat.to_text())
+
+    def _read(self, ranks: range) -> list[Beat]:
+        """Return the beats of ranks, none before each has published one."""
+        keys = [str(rank) for rank in ranks]
+        found = self._store.multi_get(keys) if self._store.check(keys) else []
+        return [Beat.from_text(value.decode()) for value in found]
 
     def _run(self) -> None:
         judge = Judge(self.timeout, self._interval, self._limit)
-        keys = [str(rank) for rank in range(self._trainer.world_size)]
+        everyone, first = range(self._trainer.world_size), self._trainer.global_rank == 0
         beats: list[Beat] = []
         silent = 0.0
         while not self._ended.wait(self._interval):
             began = time.monotonic()
+            judges = first or (bool(beats) and beats[0].ended)
             try:
                 self._publish()
-                if self._store.check(keys):
-                    beats = [Beat.from_text(value.decode()) for value in self._store.multi_get(keys)]
-                    silent = 0.0
+                beats, silent = self._read(everyone if judges else everyone[:1]) or beats, 0.0
+                if not beats:
+                    continue
+                own = beats if judges else [replace(beats[0], progress=beats[0].number, busy=False)]
+                rank = judge.observe(own, time.monotonic())
+                if not judges and beats[0].hangs >= 0:
+                    rank = beats[0].hangs
+                if rank is None or self._ended.is_set():
+                    continue
+                step = self._read(everyone[rank : rank + 1])[0].step
+                if first:
+                    self._publish(hangs=rank)
+                    time.sleep(1.5 * self._interval)  # until the others have read it
             except RuntimeError:  # rank zero, or the launcher that holds the store, does not answer
                 if beats and beats[0].ended and self._limit is None:
                     return  # nobody waits for this rank
@@ -217,9 +240,7 @@ class RankWatch:
                 if silent > self.timeout and not self._ended.is_set():
                     self._give_up(f"the store of the ranks has not answered for {self.timeout:g} s")
                 continue
-            rank = judge.observe(beats, time.monotonic()) if beats else None
-            if rank is not None and not self._ended.is_set():
-                self._give_up(f"rank {rank} has made no progress for {self.timeout:g} s after step {beats[rank].step}")
+            self._give_up(f"rank {rank} has made no progress for {self.timeout:g} s after step {step}")
 
     def _give_up(self, cause: str) -> None:
         exit_anyway = threading.Timer(LAST_WORDS, os._exit, (1,))
