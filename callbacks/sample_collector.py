@@ -172,6 +172,10 @@ class SampleCollector(SamplerCallback):
         if model is not None and model is not pl_module:
             model.to(pl_module.device)
 
+    @property
+    def reads_all_samples(self) -> bool:
+        return isinstance(self._store, MemoryStore)
+
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         layout = pl_module.chains.layout
         if self._is_behind:

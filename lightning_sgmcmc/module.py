@@ -223,6 +223,11 @@ class BayesianModule(ChainModel):
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' `on_posterior_sample`; override as needed."""
 
+    @property
+    def reads_samples(self) -> bool:
+        """Whether the user's class replaces `on_posterior_sample`."""
+        return self._replaces("on_posterior_sample")
+
     def configure_model(self) -> None:
         """Stack the chains, once; a subclass that defines its layers here calls `super().configure_model()` last."""
         super().configure_model()

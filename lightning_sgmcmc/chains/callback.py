@@ -248,6 +248,15 @@ class SamplerCallback(RunCallback):
         """Return the state for a checkpoint: plain data and tensors of all chains of the run."""
         return {}
 
+    @property
+    def reads_all_samples(self) -> bool:
+        """Whether it reads the tensors of samples of other processes' chains, which are sent only to who does."""
+        own = type(self)
+        return (
+            own.on_posterior_sample is not SamplerCallback.on_posterior_sample
+            or own.on_posterior_samples is not SamplerCallback.on_posterior_samples
+        )
+
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: Any, drawing: Drawing) -> None:
         """Called with all samples of a step, for work that is done together; `on_posterior_sample` follows with each.
 

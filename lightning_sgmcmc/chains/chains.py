@@ -444,6 +444,9 @@ class ChainModel(EnergyModel):
         def sampler(self) -> Sampler: ...
 
         @property
+        def reads_samples(self) -> bool: ...
+
+        @property
         def target_temperature(self) -> float | Tensor: ...
 
 

@@ -290,8 +290,11 @@ def check_replicas(chains: Chains, step: int) -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[Drawing]:
-    """Return the chains' current states as samples, one per chain of the run, in their order.
+def draw_samples(
+    chains: Chains, step: int, check: Callable[[PosteriorSample], None], all_tensors: bool = True
+) -> Iterator[Drawing]:
+    """Return the chains' current states as samples, one per chain of the run, in their order; without `all_tensors`,
+    those of other processes' chains are numbers alone.
 
     The states are copied and their numbers read together, so the host waits for the device once. The claim "expand
     samples" turns each state into `tags.draws` samples. All processes iterate over the drawings together.
@@ -320,7 +323,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
             yield Drawing(together)
         return
     own = list(own)
-    everyone = layout.strategy.share_samples(own)
+    everyone = layout.strategy.share_samples(own, all_tensors)
     for first in range(0, layout.total_chains, layout.num_chains):
         of_group, is_own = list(itertools.islice(everyone, len(own))), first == layout.first_chain
         for start in range(0, len(own), chains.num_chains):

@@ -331,20 +331,24 @@ class ChainStrategy(DDPStrategy):
             dist.broadcast(moved, 0)
             tensor.detach().copy_(moved)
 
-    def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
+    def share_samples(self, samples: Iterable[PosteriorSample], with_tensors: bool = True) -> Iterator[PosteriorSample]:
         """Yield the samples of all chains, in their order, on every process; each group has as many, at least one.
 
         They travel as rows: one collective operation for each dtype and one for their numbers; large ones group by
-        group, so that no process holds all of them at once.
+        group, so that no process holds all of them at once; or, of other groups, their numbers alone.
         """
-        own = list(samples)
+        own, is_first = list(samples), self.rank_in_group == 0
+        no_tensors: dict[str, Any] = {part: {} for part in (*PARTS, "shared")}
+        numbers: list[Any] = [None] * self.num_groups
+        dist.all_gather_object(numbers, [replace(sample, **no_tensors) for sample in own], self._across_host)
+        if not with_tensors:
+            for group, of_group in enumerate(numbers):
+                yield from own if group == self.group_index else of_group
+            return
         form, device = SampleRows(own[0]), self.root_device
         rows = form.pack(own, device)
         if self.ranks_per_chain > 1:  # statistics of a layer may differ between ranks until the next batch
             share_in_group(rows, self.group)
-        no_tensors: dict[str, Any] = {part: {} for part in (*PARTS, "shared")}
-        numbers: list[Any] = [None] * self.num_groups
-        dist.all_gather_object(numbers, [replace(sample, **no_tensors) for sample in own], self._across_host)
         size = sum(tensor.nbytes for tensor in rows) * self.num_groups
         gathered = [self.gather_groups(tensor) for tensor in rows] if size <= LARGEST_GATHER else None
         for group in range(self.num_groups):
@@ -354,8 +358,7 @@ class ChainStrategy(DDPStrategy):
                 of_group = [tensor if group == self.group_index else torch.empty_like(tensor) for tensor in rows]
                 for tensor in of_group:
                     dist.broadcast(tensor, group * self.ranks_per_chain)
-            own_group = group == self.group_index and self.rank_in_group == 0
-            yield from own if own_group else form.unpack(of_group, numbers[group])
+            yield from own if is_first and group == self.group_index else form.unpack(of_group, numbers[group])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -334,6 +334,8 @@ class ContourGradient(StepClaimant):
         tags.energy, tags.bin = energy, location.index
         tags.log_weight = location.log_weight
 
+    reads_all_samples = False  # but their weights
+
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         self._watch.after_sample(sample.log_weight, sample.chain if not sample.comparable else None)
 

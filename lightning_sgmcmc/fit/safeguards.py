@@ -389,7 +389,12 @@ class Safeguards(RunCallback):
         receivers, of_module = callbacks_of(trainer), getattr(pl_module, "on_posterior_sample", None)
         together = [h for c in receivers if (h := getattr(c, "on_posterior_samples", None)) is not None]
         singly = [h for c in receivers if (h := getattr(c, "on_posterior_sample", None)) is not None]
-        for drawing in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
+        reads_all = chain_model(pl_module).reads_samples or any(
+            getattr(c, "reads_all_samples", hasattr(c, "on_posterior_sample") or hasattr(c, "on_posterior_samples"))
+            for c in receivers
+        )
+        chains, step, check = chains_of(pl_module), self._sampler.step_count, self._guard.check_sample
+        for drawing in draw_samples(chains, step, check, reads_all):
             for hook in together:
                 hook(trainer, pl_module, drawing)
             for sample in drawing.samples:

@@ -81,7 +81,7 @@ def test_replicas_stay_bit_identical(tmp_path: Path, sampler: Any) -> None:
 
 
 def test_a_contour_on_two_ranks_has_no_barrier_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both learn by the mean of their energies, in one exchange of it a step."""
+    """Both learn by the mean of their energies, in one exchange of it a step, and one of the gradients."""
     calls: list[str] = []
 
     class Count(pl.Callback):
@@ -101,7 +101,8 @@ def test_a_contour_on_two_ranks_has_no_barrier_in_a_step(tmp_path: Path, monkeyp
     fit_on_two_ranks(tmp_path, 8, [SamplingSchedule(every_n_steps=8), contour, Count()], sampler=SGLD, lr=0.02)
     first, second = (torch.load(tmp_path / f"learned{rank}", weights_only=True) for rank in range(2))
     assert first["calls"].count("barrier") == 0
-    assert first["calls"].count("all_reduce") == 5 + 4, "energies, and whether to stop before the later batches"
+    reductions = "energies, gradients, and whether to stop before the later batches"
+    assert first["calls"].count("all_reduce") == 5 + 5 + 4, reductions
     assert_equal_trees(first, second)
     assert int(first["visits"].sum()) > 0
 
