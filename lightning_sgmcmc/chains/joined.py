@@ -4,6 +4,7 @@ The first process writes the checkpoint with gaps in place of these tensors. Pro
 into the gaps of the same file, and others send theirs in messages of bounded size.
 """
 
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,7 +153,7 @@ class JoinedRows:
             start = self._where(piece, place, starts)
             flat[self._rows[piece[0]][0]][start : start + len(content)] = torch.from_numpy(content)
 
-        for piece in (piece for message in self._messages() for piece in message):
+        for piece in itertools.chain.from_iterable(self._messages()):
             put(piece, 0, self._content(piece))
         self._receive(put)
 
@@ -209,15 +210,18 @@ class JoinedRows:
 
     def _where(self, piece: Piece, place: int, starts: Sequence[int]) -> int:
         """Return where a piece of the process at a place begins, in a file with the columns at `starts`."""
-        column, index, row = self._rows[piece[0]]
-        return starts[column] + (place * self._count[column] + index) * row.nbytes + piece[1]
+        place_of_column, index, row = self._rows[piece[0]]
+        return starts[place_of_column] + (place * self._count[place_of_column] + index) * row.nbytes + piece[1]
 
     def _content(self, piece: Piece) -> np.ndarray[Any, Any]:
-        return _bytes(self._rows[piece[0]][2])[piece[1] : piece[2]]
+        number, start, stop = piece
+        content = self._rows[number][2].contiguous().reshape(-1).view(torch.uint8)[start:stop]
+        found: np.ndarray[Any, Any] = content.cpu().numpy()
+        return found
 
     def _write_own(self, file: BinaryIO, places: Sequence[int]) -> None:
-        for number, (_, _, row) in enumerate(self._rows):
-            _write(file, self._where((number, 0, 0), self._place, places), _bytes(row))
+        for piece in itertools.chain.from_iterable(self._messages()):
+            _write(file, self._where(piece, self._place, places), self._content(piece))
 
     def _messages(self) -> Iterator[list[Piece]]:
         """Yield what is sent together, of at most `LARGEST_MESSAGE` bytes, the same in all processes."""
@@ -234,11 +238,6 @@ class JoinedRows:
                     message, room = [], LARGEST_MESSAGE
         if message:
             yield message
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
 
 
 def _write(file: BinaryIO, start: int, content: np.ndarray[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks send, hold and read as their number W grows: real gloo ranks of a CPU, and W up to 64 by arithmetic.
+"""What ranks send, hold and read as their number W grows: real gloo ranks of a CPU, and W up to 64 on a line.
 
     python -m tests.benchmarks.ranks [--parameters 1e7] [--layouts 2,1 4,1 4,2]
 
@@ -149,6 +149,7 @@ def main() -> None:
     print(f"P = {parameters:.3g}, S = {own / 1e6:.4g} MB\n")
     print("| W | ranks of a chain | step | drawing | checkpoint | memory of saving | memory of loading |")
     print("|---|---|---|---|---|---|---|")
+    alone: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for layout in given.layouts:
             ranks, sharing = map(int, layout.split(","))
@@ -160,12 +161,21 @@ def main() -> None:
             process.join()
             times = {"step": STEPS, "drawing": STEPS // EVERY, "checkpoint": STEPS // EVERY}
             cells = [f"{messages.get(n, 0) / t:.3g}; {sizes.get(n, 0) / t / 1e6:.3g} MB" for n, t in times.items()]
-            held = f"{1 + peaks['checkpoint'] / own:.2f} S | {load / own:.2f} S"
-            print(f"| {ranks} | {sharing} | {' | '.join(cells)} | {held} |", flush=True)
-    print("\n| W | values that the watch reads in 5 s | samples received | files of a drawing at a rank | checkpoint |")
-    print("|---|---|---|---|---|")
+            held = 1 + peaks["checkpoint"] / own
+            print(f"| {ranks} | {sharing} | {' | '.join(cells)} | {held:.2f} S | {load / own:.2f} S |", flush=True)
+            if sharing == 1:
+                alone[ranks] = [sizes.get(n, 0) / t / 1e6 for n, t in times.items()] + [held]
+    if len(alone) > 1:
+        extrapolate(alone)
+
+
+def extrapolate(alone: dict[int, list[float]]) -> None:
+    """Print what more ranks take, on the line through the first and the last of those that were measured."""
+    (first, low), *_, (last, high) = sorted(alone.items())
+    print("\n| W | a step | a drawing | a checkpoint | memory of saving |\n|---|---|---|---|---|")
     for ranks in UP_TO:
-        print(f"| {ranks} | {2 * ranks - 1} | {ranks * own / 2e6:.3g} MB | 1 | {ranks * own / 1e6:.3g} MB |")
+        at = [a + (b - a) * (ranks - first) / (last - first) for a, b in zip(low, high, strict=True)]
+        print(f"| {ranks} | {' | '.join(f'{value:.3g} MB' for value in at[:3])} | {at[3]:.2f} S |")
 
 
 if __name__ == "__main__":

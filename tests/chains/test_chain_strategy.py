@@ -240,6 +240,33 @@ def test_samples_travel_in_few_exchanges(largest: int, tmp_path: Path, monkeypat
     assert [(tmp_path / rank).read_text().split() for rank in "01"] == [expected] * 2
 
 
+def test_samples_stay_where_only_their_file_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a callback that reads them, a drawing sends numbers alone, and the store is that of one process."""
+    gather = torch.distributed.all_gather_into_tensor
+
+    def refused(into: torch.Tensor, own: torch.Tensor, *args: Any, **named: Any) -> Any:
+        assert own.numel() < 10, "tensors of a sample"
+        return gather(into, own, *args, **named)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", refused)
+    found = []
+    for ranks in (1, 2):
+        trainer = quiet_trainer(
+            max_steps=STEPS,
+            devices=ranks,
+            strategy=ChainStrategy(start_method="fork") if ranks > 1 else "auto",
+            callbacks=[
+                SamplingSchedule(every_n_steps=5),
+                SampleCollector(tmp_path / f"{ranks}", every_n_samples=2, max_samples=3),
+            ],
+        )
+        torch.manual_seed(0)
+        trainer.fit(Net(4 // ranks), datamodule=Data())
+        found.append(list(Posterior.load(tmp_path / f"{ranks}", model=Net()).store))
+        assert len(list((tmp_path / f"{ranks}").glob("sample-*"))) == 3
+    assert_same(*found)
+
+
 def test_a_sample_survives_its_journey() -> None:
     """Every field comes back exactly with its type, and each sample owns its tensors."""
     samples = [

@@ -45,7 +45,7 @@ class Traffic(pl.Callback):
         torch.save((self.received, self.written), self.folder / f"traffic{trainer.global_rank}")
 
 
-@pytest.mark.parametrize("how", ["one machine", pytest.param("two machines"), pytest.param("another plugin")])
+@pytest.mark.parametrize("how", ["one machine", "two machines", "another plugin"])
 def test_the_file_is_that_of_one_process(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the processes write it together, send their rows, or a plugin of the user's writes it; and each process
     writes the samples of its own chains."""
@@ -63,8 +63,6 @@ def test_the_file_is_that_of_one_process(tmp_path: Path, how: str, monkeypatch: 
     (received, zero), (_, one) = (torch.load(tmp_path / f"traffic{rank}", weights_only=False) for rank in range(2))
     assert (received > 0) == (how != "one machine")
     assert (zero, one) == ({0, 1}, {2, 3})
-    goes_on, _ = fit_in_layout(folder, 1, 4, steps=15, ckpt_path=folder / "step=10.ckpt")
-    assert_same(fit_in_layout(tmp_path / "longer", 4, 1, steps=15)[0], goes_on)
 
 
 def test_an_error_of_a_rank_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
