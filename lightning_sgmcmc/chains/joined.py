@@ -242,7 +242,7 @@ class JoinedRows:
 
 def _write(file: BinaryIO, start: int, content: np.ndarray[Any, Any]) -> None:
     file.seek(start)
-    rest = memoryview(content)
+    rest = content.data
     while rest.nbytes:  # a system writes at most 2 GB at a time
         rest = rest[file.write(rest) :]
 
