@@ -153,7 +153,7 @@ def leave_out_wrapper(strategy: Any) -> None:
     """Make Lightning's own `ddp` train a module with chains without a wrapper, unless it has hooks for one."""
     hooks = ("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averaging_period")
     if type(strategy) is DDPStrategy and not any(getattr(strategy, name, None) for name in hooks):
-        strategy.configure_ddp = partial(_configure_ddp, strategy)  # type: ignore[method-assign]
+        vars(strategy)["configure_ddp"] = partial(_configure_ddp, strategy)
 
 
 def _configure_ddp(strategy: Any) -> None:

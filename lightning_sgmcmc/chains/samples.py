@@ -256,6 +256,8 @@ class Drawing:
 
 
 PRIME = 2**31 - 1
+SUMMED = 2**22
+"""Numbers that are summed at once."""
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -263,8 +265,9 @@ def checksum(tensors: list[Tensor]) -> Tensor:
     """Return a number below 2³¹ that changes with any bit of the tensors, up to chance, shape (), on their device."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for place, tensor in enumerate(tensors, 1):
-        bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
-        total = (total + place * (bits.sum(dtype=torch.int64) % PRIME)) % PRIME
+        bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+        added = [part.sum(dtype=torch.int64) for part in bits.split(SUMMED)]  # the sum of wider numbers copies them
+        total = (total + place * (sum(added, torch.zeros_like(total)) % PRIME)) % PRIME
     return total
 
 
