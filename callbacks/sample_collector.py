@@ -276,7 +276,9 @@ class SampleCollector(SamplerCallback):
         self._release()
 
     def _release(self) -> None:
-        self._drawing = None
+        self._drawing, self._unrecorded, self._is_behind = None, [], False
+        if isinstance(self._store, DiskStore):
+            self._store.share_writing(False)
         if self._lock is not None:
             self._lock.release()
             self._lock = None

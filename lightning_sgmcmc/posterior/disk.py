@@ -229,10 +229,10 @@ class DiskStore(SampleStore):
         records.append(record)  # the getter would settle again
         self._verified.add(record.file)
 
-    def share_writing(self) -> None:
+    def share_writing(self, shares: bool = True) -> None:
         """Let this process write the files of samples that are appended, and the first process of the run the manifest
-        (`record`)."""
-        self._unrecorded = []
+        (`record`); or end it."""
+        self._unrecorded = [] if shares else None
 
     def take_written(self) -> list[SampleRecord]:
         """Return the records of the files that this process has written since the last call, once they are on the
