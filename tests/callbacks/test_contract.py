@@ -225,7 +225,7 @@ def test_a_second_fit_with_the_same_callback_begins_from_scratch(case: Case, tmp
     first = whole_of(case)
     second = fit(case, tmp_path, first.callback)
     assert_same_samples(first, second)
-    assert not differences(first.state, second.state)
+    assert not differences(*({**run.state, "path": ""} for run in (first, second)))  # a store has its own folder
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
