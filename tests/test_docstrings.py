@@ -1,5 +1,6 @@
 """Docstrings describe the arguments that exist, and their examples run; tests/docs has those of the pages."""
 
+import copy
 import doctest
 import functools
 import importlib
@@ -131,18 +132,25 @@ def blocks(doc: str) -> list[str]:
 EXAMPLES = {name: block for module in MODULES for name, doc in documented(module) for block in blocks(doc)}
 
 
+@functools.cache
+def sampled() -> Posterior:
+    """Return the posterior that the examples copy."""
+    module = BayesianModule(net=torch.nn.Linear(2, 2), likelihood=Categorical(), lr=0.01, seed=1)
+    collector = SampleCollector(in_memory=True)
+    quiet_trainer(max_steps=8, callbacks=[SamplingSchedule(every_n_steps=1), collector]).fit(module, loader())
+    assert collector.posterior is not None
+    return collector.posterior
+
+
 @pytest.fixture
 def names() -> dict[str, Any]:
     """Return what the examples may take for granted: the public names, a network, data, a posterior."""
     pytest.importorskip("arviz")
-    module = BayesianModule(net=torch.nn.Linear(2, 2), likelihood=Categorical(), lr=0.01, seed=1)
-    collector = SampleCollector(in_memory=True)
-    quiet_trainer(max_steps=8, callbacks=[SamplingSchedule(every_n_steps=1), collector]).fit(module, loader())
     return {
         **{name: getattr(lightning_sgmcmc, name) for name in lightning_sgmcmc.__all__},
         **{name: getattr(callbacks, name) for name in callbacks.__all__},
         **{"pl": pl, "torch": torch, "arviz": importlib.import_module("arviz")},
-        **{"posterior": collector.posterior, "x": torch.zeros(3, 2), "Posterior": Posterior},
+        **{"posterior": copy.deepcopy(sampled()), "x": torch.zeros(3, 2), "Posterior": Posterior},
         **{"net": torch.nn.Linear(2, 2), "data": loader().dataset, "partial": functools.partial},
     }
 

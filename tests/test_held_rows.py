@@ -277,6 +277,7 @@ def test_pruned_entries_follow_the_prior_and_predictions_leave_them_out(chains: 
 
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_parametrised_layers_run_beside_a_padding_row(wrap: Any) -> None:
+    torch.manual_seed(0)
     net = nn.Sequential(Sum(width=3), wrap(nn.Linear(3, 1)))
     module = fitted(net, 12, num_chains=2)
     assert all(s.parameters["net.0.words.weight"][PAD].abs().max() == 0 for s in module.posterior)

@@ -46,10 +46,12 @@ class Permutation:
 
     def __getitem__(self, places: Sequence[int]) -> Tensor:
         """Return the numbers at places ≥ 0, int64; from N on they come again."""
-        is_range = isinstance(places, range)
-        if self._drawn is not None and is_range and places.stop <= self._count:
-            return self._drawn[places.start : places.stop : places.step]
-        chosen = torch.arange(places.start, places.stop, places.step) if is_range else torch.tensor(places)
+        if isinstance(places, range):
+            if self._drawn is not None and places.stop <= self._count:
+                return self._drawn[places.start : places.stop : places.step]
+            chosen = torch.arange(places.start, places.stop, places.step)
+        else:
+            chosen = torch.tensor(places)
         chosen %= self._count
         if self._drawn is not None:
             return self._drawn[chosen]

@@ -318,7 +318,7 @@ class Chains:
     def unflatten(self, sampler: Sampler | None) -> None:
         """Give the sampled parameters memory of their own, at a fit's end."""
         if self.flat is not None:
-            if self.stacked is not None:
+            if self.stacked is not None and self.stacked.receives:
                 self.stacked.receive(None)
             self.flat.release()
         self.flat = None

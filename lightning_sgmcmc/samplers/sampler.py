@@ -212,7 +212,7 @@ class UpdateRule(Optimizer):
         """Add factor·sources to targets in place; the factor is one number, or one for each chain."""
         if isinstance(sources, NoiseBlocks):
             for block in sources.along(targets):
-                self._add(*block.lists, block.noise, factor)
+                self._add(block.lists[0], block.noise, factor)
         elif isinstance(factor, Tensor):
             torch._foreach_addcmul_(targets, sources, for_each_tensor(factor, targets))
         else:

@@ -300,7 +300,8 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
         if self._adapts(group):
             group["averaged"] += 1
             for block, scratch in self._parts(None, params, grads, *averages):
-                self._estimate(*block.lists[1:], scratch)
+                gradients, squares, means, windows = block.lists[1:]
+                self._estimate(gradients, squares, means, windows, scratch)
         floors = self._floors(params, averages[0], group["floor"])
         momenta = self._buffers(params, self.momentum_buffer)
         factor = -group["lr"] * group["gradient_multiplier"]

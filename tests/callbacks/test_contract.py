@@ -222,12 +222,10 @@ def test_a_run_from_a_checkpoint_ends_as_the_run_without_a_stop(case: Case, tmp_
 
 
 def test_a_second_fit_with_the_same_callback_begins_from_scratch(case: Case, tmp_path: Path) -> None:
-    callback = case.make()
-    first = fit(case, tmp_path, callback)
-    second = fit(case, tmp_path, callback)
+    first = whole_of(case)
+    second = fit(case, tmp_path, first.callback)
     assert_same_samples(first, second)
-    assert_same_samples(whole_of(case), second)
-    assert not differences(first.state, second.state)
+    assert not differences(*({**run.state, "path": ""} for run in (first, second)))  # a store has its own folder
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

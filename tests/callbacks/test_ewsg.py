@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import scipy.stats
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -34,7 +34,7 @@ from lightning_sgmcmc.chains.callback import Place
 from lightning_sgmcmc.priors import FlatPrior
 from tests.support.comparisons import assert_same, differences
 from tests.support.ewsg_fits import Gradients, Underdamped, fit_with
-from tests.support.problems import CHAINS, Data, Even, Net, Plain
+from tests.support.problems import CHAINS, Data, Even, IndependentBatches, Net, Plain
 from tests.support.recorders import SaveEverywhere
 from tests.support.trainers import SETTINGS, OneOfMany, fit_chains, fit_in_layout, quiet_trainer, resumable_run, seeded
 
@@ -116,13 +116,13 @@ class Held(SamplerCallback):
         with torch.no_grad():
             pl_module.net.weight.zero_()
         if self.momentum is not None:
-            state = pl_module.sampler.state[pl_module.net.weight]
-            state["momentum_buffer"] = self.momentum.clone()[None]
+            weight = pl_module.net.weight
+            pl_module.sampler.state[weight]["momentum_buffer"] = self.momentum.expand_as(weight).clone()
             pl_module.sampler.param_groups[0]["holds_velocity"] = True
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        distances = (self.gradients - pl_module.net.weight.grad[0]).norm(dim=1)
-        self.counts[int(distances.argmin())] += 1
+        distances = (self.gradients - pl_module.net.weight.grad).norm(dim=-1)  # (chains, data)
+        self.counts += torch.bincount(distances.argmin(1), minlength=len(self.counts))
 
 
 @pytest.mark.by_default("one")
@@ -138,14 +138,20 @@ class Held(SamplerCallback):
 def test_the_index_chain_has_its_law(sampler: Any, lr: float, guess: Any) -> None:
     """Six data, one a batch, drawn with replacement: the law after three proposals, from the chain's matrix.
 
-    (`tests/subsampling/test_subsampling.py` shows that it tends to eq. (4).) Chi-square of 1,000 steps over six data; a
-    false alarm has a chance of 1e-4 in each case.
+    (`tests/subsampling/test_subsampling.py` shows that it tends to eq. (4).) Chi-square of 1,000 steps, 50 of each of
+    20 independent chains, over six data; a false alarm has a chance of 1e-4 in each case.
     """
     x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(1)), torch.tensor([0.4, -0.3, 1.0, 0.1, -1.2, 0.6])
     prior_free = torch.stack([-x[i] * y[i] for i in range(6)])  # at θ = 0 the prior's gradient is 0
     momentum = torch.tensor([0.3, -0.2]) * (1.0 if sampler is Underdamped else 0.05)
     module = BayesianModule(
-        net=nn.Linear(2, 1, bias=False), likelihood=Gaussian(std=1.0), sampler=sampler, lr=lr, num_data=6, seed=2
+        net=nn.Linear(2, 1, bias=False),
+        likelihood=Gaussian(std=1.0),
+        sampler=sampler,
+        lr=lr,
+        num_data=6,
+        num_chains=20,
+        seed=2,
     )
     if sampler is Underdamped:
         a, b, variance = lr * 5.0, lr * 6, 2 * 5.0 * lr
@@ -158,10 +164,8 @@ def test_the_index_chain_has_its_law(sampler: Any, lr: float, guess: Any) -> Non
     law = torch.full((6,), 1 / 6) @ torch.linalg.matrix_power(moves, 3)
     assert float(law.max() / law.min()) > 1.5, "a law that differs from the uniform one"
     held = Held(None if sampler is SGLD else momentum, prior_free)
-    dataset = TensorDataset(x, y[:, None])
-    drawn = RandomSampler(dataset, replacement=True, num_samples=4000, generator=torch.Generator().manual_seed(3))
-    trainer = quiet_trainer(max_steps=1000, callbacks=[EWSG(3, guess), held])
-    trainer.fit(module, DataLoader(dataset, batch_size=1, sampler=drawn))
+    trainer = quiet_trainer(max_steps=50, callbacks=[EWSG(3, guess), held])
+    trainer.fit(module, IndependentBatches(x, y[:, None], 1, chains=20, seed=3))
     assert float(held.counts.sum()) == 1000
     assert scipy.stats.chisquare(held.counts.numpy(), (law / law.sum() * 1000).numpy()).pvalue > 1e-4
 

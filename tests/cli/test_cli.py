@@ -23,6 +23,7 @@ from lightning_sgmcmc.fit import ranks as interruption
 from tests.support.paths import RECIPE
 
 SHORT = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
+SHORTER = ["--trainer.max_epochs=16", "--trainer.enable_progress_bar=false"]
 
 
 @pytest.fixture
@@ -36,11 +37,12 @@ def without_pictures(tmp_path: Path) -> str:
 
 
 def test_fit_test_and_predict(
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     recwarn: pytest.WarningsRecorder,
     monkeypatch: pytest.MonkeyPatch,
+    without_pictures: str,
 ) -> None:
+    """The run draws its pictures, and what follows it none."""
     monkeypatch.setattr(seeds, "RUNS", seeds.ProcessRuns())  # as in a new process
     main(["fit", "--config", RECIPE, *SHORT])
     assert not [w for w in recwarn if "LightningCLI's args" in str(w.message)], "it would print the configuration"
@@ -71,17 +73,17 @@ def test_fit_test_and_predict(
     packages = {entry["class_path"].rpartition(".")[0] for entry in config["trainer"]["callbacks"]}
     assert packages == {"lightning_sgmcmc.callbacks"}
 
-    later = fail(["fit", "--config", RECIPE, *SHORT, "--trainer.max_time=00:00:00:00"], NO_SAMPLES, capsys)
+    later = fail(["fit", "--config", without_pictures, *SHORT, "--trainer.max_time=00:00:00:00"], NO_SAMPLES, capsys)
     assert later == (
         "sgmcmc fit: the run ended without a posterior sample: it made no step; raise max_epochs or max_time\n"
     )
     assert [path.name for path in sorted(run.parent.iterdir())] == ["version_0", "version_1"]
     before = contents(run)
     for number in range(2):
-        main(["test", "--config", RECIPE, *SHORT])
+        main(["test", "--config", without_pictures, *SHORT])
         again = json.loads((run / ("test", "test-1")[number] / "results.json").read_text())
         assert again["rows"] == results["rows"], "another process finds the same samples and figures"
-    main(["predict", "--config", RECIPE, *SHORT])
+    main(["predict", "--config", without_pictures, *SHORT])
     predictions = load_file(run / "predict" / "predictions.safetensors")
     assert predictions["probabilities"].shape == (359, 10)
     assert predictions["mutual_information"].shape == (359,)
@@ -127,21 +129,21 @@ def test_resume_continues_the_newest_run(
 ) -> None:
     """A run that lost its last two thirds is continued in its own folder, bit for bit."""
     saver = ["--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint"]
-    saver += [f"--trainer.callbacks.{name}" for name in ("every_n_train_steps=50", "save_top_k=-1")]
+    saver += [f"--trainer.callbacks.{name}" for name in ("every_n_train_steps=25", "save_top_k=-1")]
     folders = [tmp_path / "whole", tmp_path / "stopped"]
     for folder in folders:
         folder.mkdir()
     monkeypatch.chdir(folders[0])
-    main(["fit", "--config", without_pictures, *SHORT, *saver])
+    main(["fit", "--config", without_pictures, *SHORTER, *saver])
     shutil.copytree("runs", folders[1] / "runs")
     run = Path("runs/digits_csghmc/version_0")
     for checkpoint in (folders[1] / run / "checkpoints").glob("*.ckpt"):
-        if "step=150" not in checkpoint.name:
+        if "step=75" not in checkpoint.name:
             checkpoint.unlink()
-    os.truncate(shutil.copy(checkpoint_of(folders[1] / run, 150), folders[1] / run / "checkpoints" / "cut.ckpt"), 1000)
+    os.truncate(shutil.copy(checkpoint_of(folders[1] / run, 75), folders[1] / run / "checkpoints" / "cut.ckpt"), 1000)
 
     monkeypatch.chdir(folders[1])
-    main(["fit", "--config", without_pictures, *SHORT, *saver, "--resume"])
+    main(["fit", "--config", without_pictures, *SHORTER, *saver, "--resume"])
     assert [path.name for path in Path("runs/digits_csghmc").iterdir()] == ["version_0"]
     assert (run / "metrics-1.csv").exists(), "what the run wrote before is kept"
     whole, resumed = (Posterior.load(folder / run / "samples") for folder in folders)

@@ -38,12 +38,19 @@ UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=10.0)
 PRECISION = np.linalg.inv(PROBLEM.covariance)
 
 
-def fit(sampler: Any, lr: float, steps: int = 1800, every: int = 2, seed: int = 0, **options: Any) -> HealthReport:
-    """Return the report of a run on the conjugate model."""
+def fit(
+    sampler: Any, lr: float, steps: int = 1800, every: int = 2, seed: int = 0, chains: int = 1, **options: Any
+) -> HealthReport:
+    """Return the report of a run on the conjugate model; several chains have batches of their own."""
+    loader = PROBLEM.loader(BATCH, seed)
+    if chains > 1:
+        loader = PROBLEM.chain_loader(BATCH, chains)
+        options |= {"num_chains": chains, "chain_start": "same", "chain_execution": "vmap"}
+        options |= {"num_data": PROBLEM.num_data}
     module = PROBLEM.module(sampler=sampler, lr=lr, seed=seed, **options)
     health = ChainHealth(every_n_steps=every, warn=False)
     schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=steps - 100)
-    quiet_trainer(max_steps=steps, callbacks=[schedule, health]).fit(module, PROBLEM.loader(BATCH, seed))
+    quiet_trainer(max_steps=steps, callbacks=[schedule, health]).fit(module, loader)
     assert module.health is not None
     return module.health
 
@@ -271,7 +278,7 @@ CASES = [
 def test_a_right_step_passes(name: str, sampler: Any, large: float, right: float) -> None:
     """What passes is right: the exact temperature says so."""
     assert exact(name, right)["configurational"] < 1.12
-    report = fit(sampler, right)
+    report = fit(sampler, right, steps=700, chains=16)
     assert (report.verdict, report.findings) == ("ok", ())
 
 
@@ -282,7 +289,7 @@ def test_a_large_step_is_flagged_with_its_exact_values(name: str, sampler: Any, 
     if name != "UnderdampedLangevin":
         # On a harmonic target the momentum is as hot as the configuration, to the order of the noise's anisotropy.
         assert truth["kinetic"] == pytest.approx(truth["configurational"], rel=0.03)
-    report = fit(sampler, large, steps=4000, seed=5)
+    report = fit(sampler, large, steps=800, seed=5, chains=16)
     assert truth["configurational"] > 1.4, "what is flagged is off"
     assert report.verdict == "warning"
     assert all("smaller lr" in finding.remedy and "tune" in finding.remedy for finding in report.findings)
@@ -294,7 +301,7 @@ def test_a_large_step_is_flagged_with_its_exact_values(name: str, sampler: Any, 
         assert low < truth[kind] < high
         assert (high - low) / 2 < 0.15 * truth[kind], "the test must be able to see an error of a fifth"
     (share,) = report.gradient_noise_share.values()
-    # 1500 observed differences of 60 coordinates of a heavy-tailed gradient: a standard error below 1 %
+    # 4,000 observed differences of 60 coordinates of a heavy-tailed gradient: a standard error below 1 %
     assert share == pytest.approx(truth["share"], rel=0.04)
     # and what is estimated is the true share but for lr·λ
     assert truth["true share"] <= truth["share"] * 1.001

@@ -42,8 +42,8 @@ HOOKS = (
     "teardown",
 )
 QUICK: dict[Any, tuple[str, ...]] = {
-    (RuntimeError, 0): ("setup", "on_fit_start", "on_before_optimizer_step", "on_train_end"),
-    (KeyboardInterrupt, 0): ("on_train_batch_end", "teardown"),
+    (RuntimeError, 0): ("setup", "on_before_optimizer_step"),
+    (KeyboardInterrupt, 0): ("on_train_batch_end",),
     (RuntimeError, 1): ("on_train_batch_end",),
 }
 SECOND_BATCHES, SECOND_EPOCHS = 6, 4

@@ -148,6 +148,7 @@ def check_that_it_ends(folder: Path, strategy: str, hook: str, step: int, **opti
     assert time.monotonic() - begun < 40
 
 
+@pytest.mark.by_default(f"{BY_DEFAULT}-chains")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "place", [BY_DEFAULT, *(pytest.param(p, marks=pytest.mark.slow) for p in PLACES if p != BY_DEFAULT)]

@@ -68,7 +68,7 @@ class ConjugateRegression:
 
     def chain_loader(self, batch_size: int, chains: int, seed: int = 0) -> "Iterable[ChainBatches]":
         """Return a loader whose batches are independent draws with replacement for each chain."""
-        return _IndependentBatches(*self.dataset().tensors, batch_size, chains, seed)
+        return IndependentBatches(*self.dataset().tensors, batch_size, chains, seed)
 
     def module(self, **options: Any) -> BayesianModule:
         net = nn.Linear(self.features, self.outputs, bias=False)
@@ -167,7 +167,7 @@ class ConjugateRegression:
         return (at_mean + spread) / batch_size
 
 
-class _IndependentBatches:
+class IndependentBatches:
     """An epoch of a thousand steps, with independent draws for every chain."""
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, chains: int, seed: int) -> None:
