@@ -317,11 +317,11 @@ class BayesianModule(ChainModel):
         Raises:
             RuntimeError: if there are no samples, unless a `predict_step` of the user's decides what to do.
         """
-        if self._replaces("predict_step") and (self.posterior is None or len(self.posterior) == 0):
+        if self.replaces("predict_step") and (self.posterior is None or len(self.posterior) == 0):
             return
         self.posterior = self._samples().in_memory(getattr(self.trainer, "datamodule", None))
 
-    def _replaces(self, method: str) -> bool:
+    def replaces(self, method: str) -> bool:
         """Return whether the user's class, or code that set it on the object, replaces a method of this class."""
         return method in vars(self) or getattr(type(self), method) is not getattr(BayesianModule, method)
 
@@ -349,7 +349,7 @@ class BayesianModule(ChainModel):
         check_model(self)
         check_methods(self, BayesianModule)
         chains = self.chains
-        self._looks_at_loss = 3 if self._replaces("training_step") else 0
+        self._looks_at_loss = 3 if self.replaces("training_step") else 0
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:

@@ -18,6 +18,7 @@ from lightning_sgmcmc.chains.layout import ChainLayout, FitSeeds, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
 from lightning_sgmcmc.chains.state import Accumulation, Claims, Counters, ObservedEnergy, Progress, Pulse, SampleTags
+from lightning_sgmcmc.chains.traced import Form
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
@@ -92,6 +93,8 @@ class Chains:
         self.num_data_is_given = False
         self.claims = Claims()
         self.flat: FlatParameters | None = None
+        self.form: Form | None = None
+        """How the energies of a fit of a small network are computed; None is operation by operation."""
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
@@ -218,14 +221,22 @@ class Chains:
     @property
     def execution(self) -> Execution:
         """How chains are computed on the model's device; "auto" is all at once in the faster way."""
-        return "loop" if self._execution == "auto" and self.model.device.type == "cpu" else self._execution
+        loops = self._execution == "auto" and self.model.device.type == "cpu" and self.form is None
+        return "loop" if loops else self._execution
 
     def begin_energies(self, trainer: pl.Trainer) -> None:
         """Choose how the chains' energies are computed, when a fit begins."""
         self.sharing.set_evaluating()
         num_data, flat = self.observed.num_data, self.flat
         self.energies = ChainEnergies(
-            self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat
+            self.model,
+            self.stacked,
+            self.execution,
+            self.compiled,
+            num_data,
+            self.trainable,
+            flat,
+            None if flat is None else self.form,
         )
         first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
@@ -286,7 +297,7 @@ class Chains:
         self.unflatten(sampler)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
-        gains = self.stacked is not None or fused
+        gains = self.stacked is not None or fused or self.form is not None
         # A data-parallel wrapper has gradients of its own.
         gains = gains and not _is_wrapped(trainer)
         if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
@@ -401,6 +412,8 @@ class ChainModel(EnergyModel):
 
         @property
         def target_temperature(self) -> float | Tensor: ...
+
+        def replaces(self, method: str) -> bool: ...
 
 
 def chain_model(module: pl.LightningModule) -> ChainModel:

@@ -21,6 +21,7 @@ from lightning_sgmcmc.chains.execution import (
 )
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
+from lightning_sgmcmc.chains.traced import Form, TracedEnergies
 from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
@@ -44,6 +45,7 @@ class ChainEnergies:
     Args:
         chains: its stacked tensors; None for a single unstacked chain.
         flat: the sampled parameters as rows, of which the energies then are a function, but for "loop" (`RowEnergies`).
+        form: whether that function is traced, or traced and compiled; None for neither.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ChainEnergies:
         num_data: int,
         trainable: Mapping[str, Tensor],
         flat: FlatParameters | None = None,
+        form: Form | None = None,
     ) -> None:
         self.num_data = num_data
         self._model = model
@@ -68,6 +71,8 @@ class ChainEnergies:
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
             name, mode = f"the network of {type(model).__name__}", "reduce-overhead" if on_cuda else None
             compiler = partial(compiled_if_possible, name, needed=compiled != "auto", dynamic=False, mode=mode)
+        elif form is not None:
+            compiler = TracedEnergies.maker(form)
         self.replays = compiler is not None and on_cuda
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
