@@ -341,8 +341,8 @@ class DataWeights:
         self._is_compared = True
         total, ranks = self._counted, self._layout.ranks_per_chain
         if ranks > 1:
-            device = exact_device(trainer.strategy.root_device)
-            number = torch.tensor([float(total)], dtype=torch.float64, device=device)
+            root = trainer.strategy.root_device
+            number = torch.tensor([float(total)], dtype=torch.float64, device=exact_device(root))
             total = round(float(self._layout.mean_over_data(number)) * ranks)
         if self.rows.dataset is None:
             self._compare_stream(total)
