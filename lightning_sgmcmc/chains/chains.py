@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from lightning_sgmcmc.chains.layout import ChainLayout, FitSeeds, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
 from lightning_sgmcmc.chains.state import Accumulation, Claims, Counters, ObservedEnergy, Progress, Pulse, SampleTags
-from lightning_sgmcmc.chains.traced import Form
+from lightning_sgmcmc.chains.traced import Form, form_of
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
@@ -295,6 +296,7 @@ class Chains:
         """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it: with
         several chains, and with a compiled network on a GPU."""
         self.unflatten(sampler)
+        self.form = self._form(trainer)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
         gains = self.stacked is not None or fused or self.form is not None
@@ -302,6 +304,15 @@ class Chains:
         gains = gains and not _is_wrapped(trainer)
         if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
             self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
+
+    def _form(self, trainer: pl.Trainer) -> Form | None:
+        """Return the form of the energies that pays in a fit; several processes keep the bits of one chain alone."""
+        plain = type(trainer.precision_plugin) is Precision and trainer.world_size == 1
+        chosen = self.compiled == "auto" and self._execution in ("auto", "vmap") and not self.model._compiled_net
+        if not plain or not chosen or self.model.device.type != "cpu":
+            return None
+        numbers = sum(tensor.numel() for tensor in self.trainable.values())
+        return form_of(self.model, numbers, self.num_chains, trainer.estimated_stepping_batches)
 
     def unflatten(self, sampler: Sampler | None) -> None:
         """Give the sampled parameters memory of their own, at a fit's end."""
