@@ -257,22 +257,21 @@ class BayesianModelAverage(SamplerCallback):
         loaders: list[Any],
         limits: list[int | float],
     ) -> list[SampleScores]:
-        """Evaluate samples on every loader, in one pass for all of them."""
+        """Evaluate samples on every loader, in one pass for all of them, or for the first whose scores fit."""
         scorer = self._scorer or Scorer(module)
         with undisturbed(trainer, module):
-            states = states_on(module.device, samples)
-            log_likelihoods = [0.0] * len(samples)
+            states, on_loaders = states_on(module.device, samples), []
+            for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+                on_loaders.append(scores_on(trainer, module, scorer, states, loader, limit, index))
+                states = states[: len(on_loaders[-1])]
+            log_likelihoods = [0.0] * len(states)
             if self.cycle_weights == "harmonic":
                 log_likelihoods = full_log_likelihoods(trainer, module.chains, states, "cycle_weights='harmonic'")
             ood = self.ood.terms(trainer, module, states)
-            on_loaders = [
-                scores_on(trainer, module, scorer, states, loader, limit, index)
-                for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True))
-            ]
             ood, on_loaders = in_host_memory((ood, on_loaders))
             on_loaders = [[of_observed(module, scores) for scores in found] for found in on_loaders]
         return [
-            SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(samples))
+            SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(states))
         ]
 
     def _add(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, scores: SampleScores) -> None:

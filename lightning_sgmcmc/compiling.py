@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sgmcmc.tensors import tensors_in
+from lightning_sgmcmc.plain import parts_in
 
 Result = TypeVar("Result")
 
@@ -108,7 +108,7 @@ class Shapes:
 
     def meet(self, batch: Any) -> bool:
         """Return whether the function is compiled for a batch now; say so once of a second shape, and warn of many."""
-        shape = tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
+        shape = tuple(tuple(tensor.shape) for tensor in parts_in(batch, torch.Tensor))
         key = (torch.is_grad_enabled(), shape)
         if key in self._compiled:
             return False

@@ -5,13 +5,15 @@ in their order; `IF_SET` names those that are left out where they have their def
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Part = TypeVar("Part")
 
 WORDS: dict[Any, str] = {bool: "flag", int: "integer", float: "number", str: "text"}
 LONGEST = 80
@@ -174,6 +176,15 @@ def _called(kind: Any) -> str:
     if origin in (list, tuple):
         return f"a list of {WORDS.get(inner[0], 'entrie')}s"
     return f"{'an' if kind is int else 'a'} {WORDS.get(kind, 'dictionary' if is_dataclass(kind) else 'known word')}"
+
+
+def parts_in(nested: Any, kind: type[Part]) -> Iterator[Part]:
+    """Yield the parts of a class in nested mappings, lists and tuples: the tensors of a batch, the texts of data."""
+    if isinstance(nested, kind):
+        yield nested
+    elif isinstance(nested, Mapping | list | tuple):
+        for part in nested.values() if isinstance(nested, Mapping) else nested:
+            yield from parts_in(part, kind)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,15 +120,6 @@ def expm1(value: Control) -> Control:
 def mean_of(control: Control) -> float:
     """Return a control as a number, the mean over chains."""
     return control.mean().item() if isinstance(control, Tensor) else float(control)
-
-
-def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested mappings, lists and tuples, such as a batch."""
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, Mapping | list | tuple):
-        for part in nested.values() if isinstance(nested, Mapping) else nested:
-            yield from tensors_in(part)
 
 
 # -- finite ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Shared set-up: one thread, no W&B service, no chatter."""
 
+import gc
 import logging
+import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 # Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that fork
 # would fail.
 torch.ones((), requires_grad=True).backward()
+
+torch.set_num_threads(1)  # for the fixtures of files too
+os.fsync = lambda fd: None  # a flush guards against a failing machine only; `test_files.py` watches the calls
 
 LEFT_BY_LIGHTNING = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 """What an earlier trainer leaves in the environment: with a LOCAL_RANK, the next one starts no ranks and waits."""
@@ -36,8 +40,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"by_default has parts that no parameter set has: {missing}")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Leave the millions of objects of imports and earlier files out of every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report leaks as the process ends
+
+
 @pytest.fixture(autouse=True)
-def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run each test in a folder of its own, with one thread and without what Lightning leaves in the environment.
 
     Ctrl-C ends the program: a shell's background jobs ignore it, and so does Lightning after a KeyboardInterrupt.
@@ -49,7 +64,4 @@ def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     for name in LEFT_BY_LIGHTNING:
         monkeypatch.delenv(name, raising=False)
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

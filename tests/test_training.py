@@ -107,7 +107,9 @@ def test_short_accumulation_window_at_the_end_of_an_epoch() -> None:
 
 def test_evaluating_samples_does_not_touch_the_chain(tmp_path: Path) -> None:
     modules = []
-    collector, dashboard = SampleCollector(tmp_path / "samples"), PosteriorDashboard("sample", every_n_samples=2)
+    of_networks = ["segments", "geometry", "reliability", "traces"]
+    dashboard = PosteriorDashboard("sample", every_n_samples=2, figures=of_networks)
+    collector = SampleCollector(tmp_path / "samples")
     for extra in ([], [dashboard, collector, BayesianModelAverage("harmonic"), RunSummary()]):
         torch.manual_seed(3)
         module = classifier(dropout=0.3)
@@ -393,11 +395,18 @@ def test_collector_thins_limits_and_moves_old_samples_aside(tmp_path: Path) -> N
 
 
 def test_fast_dev_run_draws_a_sample_and_leaves_the_store_alone(tmp_path: Path) -> None:
-    for schedule in (CyclicalSchedule(), SamplingSchedule(burn_in_epochs=3, every_n_epochs=1)):
+    schedules = CyclicalSchedule(), SamplingSchedule(burn_in_epochs=3, every_n_epochs=1)
+    for schedule, figures in zip(schedules, (None, ["energy", "tables"]), strict=True):
         (tmp_path / "s").mkdir(exist_ok=True)
         (tmp_path / "s" / "manifest.jsonl").write_text("real samples")
         collector = SampleCollector(tmp_path / "s")
-        callbacks = [schedule, collector, BayesianModelAverage(), PosteriorDashboard("sample"), RunSummary()]
+        callbacks = [
+            schedule,
+            collector,
+            BayesianModelAverage(),
+            PosteriorDashboard("sample", figures=figures),
+            RunSummary(),
+        ]
         module = classifier()
         pl.Trainer(accelerator="cpu", fast_dev_run=2, enable_progress_bar=False, callbacks=callbacks).fit(
             module, *loaders()

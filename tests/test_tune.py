@@ -252,7 +252,7 @@ def test_a_run_of_which_no_probe_can_begin_is_refused() -> None:
     trainer = functools.partial(quiet_trainer, max_steps=300, callbacks=callbacks)
     module = PROBLEM.module(lr=0.01, sampler=functools.partial(GGMC, friction=1.0))
     with pytest.raises(ValueError, match="no short run could begin: a trajectory of 1 step"):
-        propose_lr(module, PROBLEM.loader(20), steps=100, make_trainer=trainer)
+        propose_lr(module, PROBLEM.loader(20), steps=100, burn_in_steps=10, max_probes=2, make_trainer=trainer)
 
 
 def test_mistakes() -> None:

@@ -5,11 +5,82 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed
+
+LARGEST_DRAWN = 10**6
+"""Data whose permutation is drawn as a whole; of more, it is computed at the places that are wanted."""
+WINDOW = 2**14
+"""Places that an order computes at once then."""
+ROUNDS = 6
+"""Of the network; four are pseudorandom already (Luby & Rackoff 1988)."""
+
+
+class Permutation:
+    """A random permutation of N numbers as a function of a seed; a part of it costs time and memory of its own length.
+
+    Up to `LARGEST_DRAWN` it is torch's `randperm`. Above, a place x = b·l + r, with a·b ≥ N and a, b ≈ √N, goes through
+    the rounds of a keyed Feistel network
+
+        l ← (l + F_k(r)) mod a,   r ← (r + F_k'(l)) mod b,
+
+    each of them a bijection, and through all of them again until it is below N (cycle walking).
+
+    Source: Black & Rogaway 2002 (ciphers with arbitrary finite domains); F is SplitMix64's (Steele, Lea & Flood 2014).
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count = count
+        self._drawn: Tensor | None = None
+        if count <= LARGEST_DRAWN:
+            self._drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+            return
+        rows = math.isqrt(count - 1) + 1
+        self._sides = np.uint64(rows), np.uint64(-(-count // rows))
+        self._keys = [np.uint64(derive_seed(seed, number)) for number in range(ROUNDS)]
+
+    def __getitem__(self, places: Sequence[int]) -> Tensor:
+        """Return the numbers at places ≥ 0, int64; from N on they come again."""
+        is_range = isinstance(places, range)
+        if self._drawn is not None and is_range and places.stop <= self._count:
+            return self._drawn[places.start : places.stop : places.step]
+        chosen = torch.arange(places.start, places.stop, places.step) if is_range else torch.tensor(places)
+        chosen %= self._count
+        if self._drawn is not None:
+            return self._drawn[chosen]
+        found = self._mapped(chosen.numpy().astype(np.uint64))
+        while len(outside := np.flatnonzero(found >= self._count)):
+            found[outside] = self._mapped(found[outside])
+        return torch.from_numpy(found.astype(np.int64))
+
+    def _mapped(self, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        rows, columns = self._sides
+        left, right = np.divmod(places, columns)
+        for own, other in zip(self._keys[::2], self._keys[1::2], strict=True):
+            left = _shifted(left, right, own, rows)
+            right = _shifted(right, left, other, columns)
+        return left * columns + right
+
+
+def _shifted(
+    values: npt.NDArray[np.uint64], by: npt.NDArray[np.uint64], key: np.uint64, modulus: np.uint64
+) -> npt.NDArray[np.uint64]:
+    """Return (values + F(by)) mod a modulus, where F has 63 bits."""
+    mixed = by * np.uint64(0x9E3779B97F4A7C15)
+    mixed += key
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    mixed >>= np.uint64(1)
+    mixed += values
+    mixed -= mixed // modulus * modulus  # NumPy's % takes three times as long
+    return mixed
 
 
 @dataclass(frozen=True)
@@ -38,9 +109,10 @@ class OrderSpec:
 class BatchOrder:
     """The indices of every mini-batch of an endless stream of epochs.
 
-    Each epoch is a new permutation of the N data, drawn by a generator that is seeded by (seed, chain, epoch). With
-    several replicas (data-parallel ranks of one chain) each takes every `num_replicas`-th datum of it; where they do
-    not divide N, some data of the epoch's beginning are taken again, so that all replicas have as many.
+    Each epoch is a new permutation of the N data, a function of (seed, chain, epoch). Above 10⁶ data it is computed
+    where it is wanted, so the time and the memory of a batch do not grow with N. With several replicas (data-parallel
+    ranks of one chain) each takes every `num_replicas`-th datum of it; where they do not divide N, some data of the
+    epoch's beginning are taken again, so that all replicas have as many.
 
     Args:
         spec: the data, the batches, the seed, the chain and its replicas.
@@ -56,25 +128,34 @@ class BatchOrder:
     def __init__(self, spec: OrderSpec) -> None:
         self.spec = spec
         self.batches_per_epoch = batches_per_epoch(spec.num_data, spec.batch_size, spec.drop_last, spec.num_replicas)
-        self._epoch = -1
+        self._share = math.ceil(spec.num_data / spec.num_replicas)
+        """Places of this replica in an epoch."""
+        self._window = self._share if spec.num_data <= LARGEST_DRAWN else WINDOW
+        self._epoch, self._first = -1, 0
         self._order = torch.empty(0, dtype=torch.int64)
+        """The data at the places from `_first` on of an epoch."""
 
     def indices(self, batch: int) -> Tensor:
         """Return the indices of a batch of the stream, counted from 0 over all epochs."""
         epoch, position = divmod(batch, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permutation(epoch)
         size = self.spec.batch_size
-        return self._order[position * size : (position + 1) * size]
+        return self._taken(epoch, position * size, min((position + 1) * size, self._share))
 
-    def _permutation(self, epoch: int) -> Tensor:
+    def _taken(self, epoch: int, first: int, stop: int) -> Tensor:
+        """Return the data at the places from `first` to `stop` of this replica in an epoch."""
+        if epoch != self._epoch or first < self._first or stop > self._first + len(self._order):
+            begin = first // self._window * self._window
+            end = min(max(begin + self._window, stop), self._share)
+            self._order = self._permuted(epoch, begin, end)
+            self._epoch, self._first = epoch, begin
+        return self._order[first - self._first : stop - self._first]
+
+    def _permuted(self, epoch: int, first: int, stop: int) -> Tensor:
+        """Compute what `_taken` returns."""
         spec = self.spec
-        generator = torch.Generator().manual_seed(derive_seed(spec.seed, "data order", spec.chain, epoch))
-        order = torch.randperm(spec.num_data, generator=generator)
-        missing = -spec.num_data % spec.num_replicas
-        if missing:
-            order = torch.cat([order, order.repeat(math.ceil(missing / spec.num_data))[:missing]])
-        return order[spec.rank :: spec.num_replicas]
+        permutation = Permutation(spec.num_data, derive_seed(spec.seed, "data order", spec.chain, epoch))
+        ranks, rank = spec.num_replicas, spec.rank
+        return permutation[range(first * ranks + rank, (stop - 1) * ranks + rank + 1, ranks)]
 
 
 MakeOrder = Callable[[OrderSpec], BatchOrder]
@@ -116,27 +197,16 @@ class RepeatedOrder(BatchOrder):
 
     repeats: ClassVar[bool] = True
 
-    def __init__(self, spec: OrderSpec) -> None:
-        super().__init__(spec)
-        self._drawn = -1
-        self._batches: Sequence[Tensor] = ()
-
     def indices(self, batch: int) -> Tensor:
         draw, place = self._place(*divmod(batch, self.batches_per_epoch))
-        if draw != self._drawn:
-            self._drawn, self._batches = draw, self._split(draw)
-        return self._batches[place]
+        used = self.batches_per_epoch * self.spec.batch_size if self.spec.drop_last else self._share
+        size, longer = divmod(used, self.batches_per_epoch)
+        first = place * size + min(place, longer)
+        return self._taken(draw, first, first + size + (place < longer))
 
     def _place(self, epoch: int, position: int) -> tuple[int, int]:
         """Return the number of the permutation, and of the batch in it, at a position of an epoch."""
         raise NotImplementedError
-
-    def _split(self, draw: int) -> Sequence[Tensor]:
-        """Return the batches of a permutation."""
-        order = self._permutation(draw)
-        if self.spec.drop_last:
-            order = order[: self.batches_per_epoch * self.spec.batch_size]
-        return order.tensor_split(self.batches_per_epoch)
 
 
 class CyclicOrder(RepeatedOrder):
@@ -247,10 +317,11 @@ class ClusteredOrder(BatchOrder):
         if clusters.is_floating_point() or clusters.is_complex():
             raise ValueError(f"clusters must be whole numbers, got {clusters.dtype}")
         super().__init__(spec)
+        self._window = self._share
         names, self._clusters = torch.unique(clusters.cpu(), return_inverse=True)
         self._num_clusters = len(names)
 
-    def _permutation(self, epoch: int) -> Tensor:
+    def _permuted(self, epoch: int, first: int, stop: int) -> Tensor:
         spec = self.spec
         generator = torch.Generator().manual_seed(derive_seed(spec.seed, "data order", spec.chain, epoch))
         row = self._row(generator)
@@ -263,7 +334,7 @@ class ClusteredOrder(BatchOrder):
         order = torch.cat([batches.flatten(), row[last]])
         # A cluster's odd datum must not always fall to the same replica.
         shift = int(torch.randint(spec.num_replicas, (), generator=generator))
-        return order[(spec.rank + shift) % spec.num_replicas :: spec.num_replicas]
+        return order[(spec.rank + shift) % spec.num_replicas :: spec.num_replicas][first:stop]
 
     def _row(self, generator: torch.Generator) -> Tensor:
         """Return the data's indices, cluster by cluster, with some of them twice if the replicas need it."""

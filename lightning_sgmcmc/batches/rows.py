@@ -4,8 +4,8 @@ import copy
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.orders import BatchOrder, CyclicOrder, SymmetricOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, CyclicOrder, Permutation, SymmetricOrder
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
-from lightning_sgmcmc.seeding import unchanged_generators
+from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class TrainingRows:
         collate_fn: makes a batch of rows.
         whole: whether an item of the data set is a batch itself.
         is_observed: whether all targets are observed, as far as known; else `count` is that of the observed ones.
+        loading: the arguments by which a `DataLoader` of the rows has the training loader's workers and pinned memory.
     """
 
     dataset: Any = None
@@ -60,6 +61,7 @@ class TrainingRows:
     collate_fn: Any = None
     whole: bool = False
     is_observed: bool = True
+    loading: Mapping[str, Any] = field(default_factory=dict)
 
     def size_at(self, batch: int) -> int | None:
         """Return the rows of a batch of an epoch in this process, None if unknown."""
@@ -75,14 +77,58 @@ class TrainingRows:
         sizes = [self.size_at(batch) for batch in range(batches)]
         return None if None in sizes else [size for size in sizes if size is not None]
 
-    def loader(self, places: Sequence[int], dataset: Any = None, batch_size: int | None = None) -> DataLoader[Any]:
-        """Return a loader of some rows, by their numbers from 0, in their order, by default in training's batches."""
+    def loader(
+        self,
+        places: Sequence[int],
+        dataset: Any = None,
+        batch_size: int | None = None,
+        *,
+        order: Permutation | None = None,
+        passes: int = 0,
+    ) -> DataLoader[Any]:
+        """Return a loader of some rows, by their numbers from 0 or their places in an order, by default in training's
+        batches; it is one of so many `passes` that share training's workers, and with 0 loads in this process."""
         assert self.indices is not None
-        chosen = places if isinstance(self.indices, range) else [self.indices[place] for place in places]
-        part: Subset[Any] = Subset(self.dataset if dataset is None else dataset, chosen)
-        if self.whole:
-            return DataLoader(part, batch_size=None, collate_fn=self.collate_fn)
-        return DataLoader(part, batch_size=batch_size or self.batch_size or 1, collate_fn=self.collate_fn)
+        size = None if self.whole else batch_size or self.batch_size or 1
+        part = RowsAt(self.dataset if dataset is None else dataset, self.indices, places, order, size or 1)
+        options: dict[str, Any] = dict(self.loading) if passes else {}
+        if options.get("num_workers"):
+            options["num_workers"] = math.ceil(options["num_workers"] / passes)
+        return DataLoader(part, batch_size=size, collate_fn=self.collate_fn, **options)
+
+
+class RowsAt(torch_data.Dataset[Any]):
+    """Rows of a data set by their places in an order of them, which are looked up for one batch at a time."""
+
+    def __init__(
+        self, dataset: Any, indices: Sequence[int], places: Sequence[int], order: Permutation | None, batch_size: int
+    ) -> None:
+        self._dataset, self._indices, self._places, self._order = dataset, indices, places, order
+        self._batch_size = batch_size
+        self.seed: tuple[int | str, ...] | None = None
+        """A seed and names, by which and by a batch's number a worker seeds its generators before each batch."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._dataset[self._chosen([number])[0]]
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        chosen = self._chosen(numbers)
+        fetch = getattr(self._dataset, "__getitems__", None)
+        return fetch(chosen) if callable(fetch) else [self._dataset[index] for index in chosen]
+
+    def _chosen(self, numbers: list[int]) -> list[int]:
+        if self.seed is not None and torch_data.get_worker_info() is not None:
+            (seed, *names), batch = self.seed, numbers[0] // self._batch_size
+            reseed_everything(derive_seed(int(seed), *names, batch))
+            if batch == 0:
+                torch.empty((), dtype=torch.int64).random_()  # as the pass of a loader without workers begins
+        chosen = [self._places[number] for number in numbers]
+        if self._order is not None:
+            chosen = self._order[chosen].tolist()
+        return chosen if isinstance(self._indices, range) else [self._indices[place] for place in chosen]
 
 
 def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tuple[int, bool]:
@@ -133,7 +179,8 @@ def _observed(rows: TrainingRows, likelihood: Any) -> int:
     """Return the number of rows with an observed target, of all rows where targets are not in memory."""
     target, observed = targets_in_memory(rows.dataset), None
     if target is not None and rows.indices is not None:
-        observed = likelihood.observed(target[torch.as_tensor(rows.indices)])
+        are_first = isinstance(rows.indices, range)
+        observed = likelihood.observed(target[: len(rows.indices)] if are_first else target[torch.tensor(rows.indices)])
     assert rows.count is not None
     return rows.count if observed is None else int(observed.sum())
 
@@ -173,9 +220,7 @@ def rows_of(loader: Any) -> TrainingRows:
 
 def _of_resumable(loader: ResumableLoader) -> TrainingRows:
     order, count = loader.order_of(loader.chains[0]), loader.num_data
-    sizes = None
-    if type(order).indices is not BatchOrder.indices and len(loader) == order.batches_per_epoch:
-        sizes = [len(order.indices(batch)) for batch in range(order.batches_per_epoch)]
+    is_own = type(order).indices is not BatchOrder.indices
     return TrainingRows(
         dataset=loader.dataset,
         indices=range(count),
@@ -186,10 +231,33 @@ def _of_resumable(loader: ResumableLoader) -> TrainingRows:
         batch_size=loader.batch_size,
         # Otherwise an epoch begins anywhere in the order.
         share=math.ceil(count / loader.num_replicas) if len(loader) == order.batches_per_epoch else None,
-        sizes=sizes,
+        sizes=_Sizes(order) if is_own and len(loader) == order.batches_per_epoch else None,
         drop_last=loader.drop_last,
         collate_fn=loader.collate_fn,
+        loading=_loading(loader) if loader.num_workers else {},
     )
+
+
+class _Sizes(Sequence[int]):
+    """The number of data in each batch of an order's first epoch."""
+
+    def __init__(self, order: BatchOrder) -> None:
+        self._order = order
+
+    def __len__(self) -> int:
+        return self._order.batches_per_epoch
+
+    def __getitem__(self, batch: Any) -> Any:
+        if not 0 <= batch < len(self):
+            raise IndexError(batch)
+        return len(self._order.indices(batch))
+
+
+def _loading(loader: Any) -> dict[str, Any]:
+    """Return the arguments of a loader's workers and pinned memory."""
+    of_workers = ("timeout", "worker_init_fn", "multiprocessing_context") if loader.num_workers else ()
+    names = ("num_workers", "pin_memory", *of_workers)
+    return {name: getattr(loader, name) for name in names if hasattr(loader, name)}
 
 
 def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
@@ -212,6 +280,7 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
             source="with batch_size=None an item of the training data set is a batch",
             collate_fn=collate_fn,
             whole=True,
+            loading=_loading(loader),
         )
     return replace(
         rows,
@@ -219,6 +288,7 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
         count=None if rows.indices is None else len(rows.indices),
         source=rows.source or "the training data set's length",
         collate_fn=operator.itemgetter(0) if by_list else collate_fn,
+        loading=_loading(loader),
     )
 
 

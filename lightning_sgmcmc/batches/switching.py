@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler as IndexSampler
 
-from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec, check_all_data_are_taken
+from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec, Permutation, check_all_data_are_taken
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -74,13 +74,17 @@ class SwitchingOrder(BatchOrder):
         check_all_data_are_taken(spec, self.batches_per_epoch)
         self.switching_time = switching_time
         self.time_step = time_step
-        self._batches = self._split()
+        self._split = Permutation(spec.num_data, derive_seed(spec.seed, "switching split", spec.chain))
         self._chunk = -1
         self._states: list[int] = []
 
     def indices(self, batch: int) -> Tensor:
         """Return the indices of the batch that is held at a position of the stream, counted from 0."""
-        return self._batches[self.state(batch)]
+        spec = self.spec
+        shares = self.batches_per_epoch * spec.num_replicas
+        size = math.ceil(spec.num_data / shares)
+        first = (self.state(batch) * spec.num_replicas + spec.rank) * size
+        return self._split[range(first, first + size)]
 
     def state(self, batch: int) -> int:
         """Return which of the S mini-batches is held at a position of the stream, counted from 0."""
@@ -88,16 +92,6 @@ class SwitchingOrder(BatchOrder):
         if chunk != self._chunk:
             self._chunk, self._states = chunk, self._held(chunk)
         return self._states[place]
-
-    def _split(self) -> Tensor:
-        """Return this replica's data of each mini-batch, shape (S, n)."""
-        spec = self.spec
-        generator = torch.Generator().manual_seed(derive_seed(spec.seed, "switching split", spec.chain))
-        order = torch.randperm(spec.num_data, generator=generator)
-        shares = self.batches_per_epoch * spec.num_replicas
-        size = math.ceil(spec.num_data / shares)
-        filled = order.repeat(math.ceil(shares * size / spec.num_data))[: shares * size]
-        return filled.view(self.batches_per_epoch, spec.num_replicas, size)[:, spec.rank]
 
     def _held(self, chunk: int) -> list[int]:
         """Return the states of the positions of a chunk."""

@@ -346,9 +346,14 @@ def sampling_module(module: pl.LightningModule, callback: pl.Callback) -> ChainM
     return module
 
 
+def has_loss_scaler(trainer: pl.Trainer) -> bool:
+    """Return whether the trainer's precision scales the loss."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
 def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
     """Raise for a run with a loss scaler."""
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if has_loss_scaler(trainer):
         raise ValueError(
             f"{why}, but a loss scaler rescales them and makes some infinite: use "
             "precision='bf16-mixed' instead of '16-mixed'"

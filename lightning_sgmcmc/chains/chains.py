@@ -304,6 +304,9 @@ class Chains:
         gains = gains and not _is_wrapped(trainer)
         if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
             self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
+            accumulates = trainer.accumulate_grad_batches > 1
+            if self.stacked is not None and not self._arrive_in_rows and self.flat.is_large and not accumulates:
+                self.stacked.receive(self.flat)
 
     def _form(self, trainer: pl.Trainer) -> Form | None:
         """Return the form of the energies that pays in a fit; several processes keep the bits of one chain alone."""
@@ -317,6 +320,8 @@ class Chains:
     def unflatten(self, sampler: Sampler | None) -> None:
         """Give the sampled parameters memory of their own, at a fit's end."""
         if self.flat is not None:
+            if self.stacked is not None:
+                self.stacked.receive(None)
             self.flat.release()
         self.flat = None
         if sampler is not None:

@@ -5,6 +5,7 @@ them. To compute with a chain, its slices replace them temporarily: one chain af
 that chain alone), or all at once under `torch.vmap`.
 """
 
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ class StackedChains:
         """For each chain, its slices by name that its prior is a function of."""
         self._rows: tuple[FlatParameters, list[int], list[Tensor]] | None = None
         """Flat parameters, their places in `_stacked`, and each slice's gradient in the rows."""
+        self._arrived: dict[Tensor, Tensor] | None = None
+        """The slices whose gradient is in the rows, with it; None where gradients stay in the slices."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -128,9 +131,31 @@ class StackedChains:
 
     def clear_gradients(self) -> None:
         """Clear the slices' gradients."""
+        if self._arrived is not None:
+            self._arrived.clear()
         for slices in self._slices:
             for piece in slices[: self.num_parameters]:
                 piece.grad = None
+
+    @property
+    def receives(self) -> bool:
+        """Whether the slices' gradients go to the rows as they arrive."""
+        return self._arrived is not None
+
+    def receive(self, flat: FlatParameters | None) -> None:
+        """Let each gradient of a slice go to the rows `flat` as it arrives, so that not all exist twice; None ends
+        it."""
+        self.clear_gradients()  # or the slices, their hooks and these gradients would hold one another
+        self._rows, self._arrived, self._slices, self.of_prior = None, None, [], []
+        if flat is None:
+            return
+        self.refresh()
+        arrived = self._arrived = {}
+        place = {id(tensor): index for index, tensor in enumerate(self._stacked)}
+        for parameter, view in zip(flat.parameters, flat.views, strict=True):
+            for chain, slices in enumerate(self._slices):
+                hook = functools.partial(_move_gradient, arrived, view[chain])
+                slices[place[id(parameter)]].register_post_accumulate_grad_hook(hook)
 
     def collect_gradients(self, flat: FlatParameters | None = None) -> None:
         """Copy the slices' gradients to the stacked parameters, in persistent buffers: the rows `flat` or their own."""
@@ -148,6 +173,13 @@ class StackedChains:
 
     def _collect_rows(self, flat: FlatParameters) -> bool:
         """Copy the slices' gradients to the rows, unless a slice has none."""
+        if self._arrived:
+            if len(self._arrived) == self.num_chains * len(flat.parameters):
+                flat.attach_gradients()
+                return True
+            for piece, view in self._arrived.items():
+                piece.grad = view
+            return False
         if self._rows is None or self._rows[0] is not flat:
             place = {id(tensor): index for index, tensor in enumerate(self._stacked)}
             order = [place[id(p)] for p in flat.parameters]
@@ -171,7 +203,25 @@ class StackedChains:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make their own slices.
-        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "of_prior": [], "_rows": None}
+        return self.__dict__ | {
+            "_stacked": [],
+            "_slices": [],
+            "_gradients": [],
+            "of_prior": [],
+            "_rows": None,
+            "_arrived": None,
+        }
+
+
+def _move_gradient(arrived: dict[Tensor, Tensor], view: Tensor, piece: Tensor) -> None:
+    """Move a slice's fresh gradient to its view of the rows."""
+    fresh, piece.grad = piece.grad, None
+    assert fresh is not None
+    if piece in arrived:
+        view.add_(fresh)
+    else:
+        view.copy_(fresh)
+        arrived[piece] = view
 
 
 def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:

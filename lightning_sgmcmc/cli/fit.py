@@ -24,7 +24,7 @@ from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import SUBJECTS
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_trial, remote_root, run_folder
+from lightning_sgmcmc.chains.trainer import instances_of, is_trial, remote_root, run_folder
 from lightning_sgmcmc.cli.baselines import PACKAGE, run_baselines
 from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError, no_folder_left_behind
@@ -154,7 +154,7 @@ class SamplingCLI(LightningCLI):
         self._evaluate("predict", self.trainer.predict, **options)
 
     def _evaluate(self, stage: str, run: Callable[..., Any], **options: Any) -> None:
-        collectors = [c for c in callbacks_of(self.trainer) if isinstance(c, SampleCollector)]
+        collectors = instances_of(self.trainer, SampleCollector)
         if not collectors:
             raise Mistake(f"{stage} reads the samples that a fit collected: add SampleCollector to trainer.callbacks")
         if collectors[0].in_memory:
@@ -309,7 +309,7 @@ def _declared(entry: Any) -> type[RunCallback]:
 def write_repeating_configuration(trainer: pl.Trainer) -> None:
     """Complete `auto.yaml` in the folder of a run of `AutoSampling`: its configuration with the choices it made."""
     folder = run_folder(trainer)
-    auto = next((c for c in callbacks_of(trainer) if isinstance(c, AutoSampling)), None)
+    auto = next(iter(instances_of(trainer, AutoSampling)), None)
     if auto is None or not trainer.is_global_zero or not (folder / CONFIG).exists() or not auto.chosen:
         return
     config = yaml.safe_load((folder / CONFIG).read_text())

@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.orders import Permutation
 from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import Densities, weighed
@@ -100,7 +101,7 @@ def _batches(trainer: pl.Trainer, model: EnergyModel, seed: int, limit: int | No
     """Return random training batches of full size, with augmentation; they depend only on the seed."""
     rows = training_rows(trainer)
     count, size = len(indices_of(rows, "a drawn network")), rows.batch_size or 1
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "order")))
+    order = Permutation(count, derive_seed(seed, "order"))
     whole = count // size * size or count  # BatchNorm refuses a single datum
-    part = rows.loader(order[:whole].tolist())
+    part = rows.loader(range(whole), order=order, passes=int(limit is None))
     return itertools.islice(seeded_batches(trainer, model, part, seed, (), reseed_all), limit)

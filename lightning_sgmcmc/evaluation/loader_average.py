@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,6 @@ from torchmetrics import Metric
 
 from lightning_sgmcmc.batches.loader import flat_loaders
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.diagnostics.draws import weight_efficiency, within_groups
 from lightning_sgmcmc.diagnostics.scores import mean_interval, out_of_distribution_metrics
 from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, WeightedAverage
 from lightning_sgmcmc.evaluation.comparison import ChainComparison, html_table
@@ -199,6 +198,74 @@ def _parts(dataset: Any, depth: int) -> Iterator[Any]:
                 yield from _parts(part, depth - 1)
 
 
+# -- running sums ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _ChainWeights:
+    """A chain's importance weights w = exp(l): how many, the largest l, and Σw and Σw² relative to it."""
+
+    count: int = 0
+    largest: float = -math.inf
+    total: float = 0.0
+    squares: float = 0.0
+    first: float | None = None
+    are_equal: bool = True
+
+    def add(self, log_weight: float) -> None:
+        """Add a sample's log-weight."""
+        self.first = log_weight if self.first is None else self.first
+        self.are_equal &= log_weight == self.first
+        self.count += 1
+        if log_weight > self.largest:
+            factor = math.exp(self.largest - log_weight)
+            self.total, self.squares, self.largest = self.total * factor, self.squares * factor**2, log_weight
+        if log_weight > -math.inf:
+            weight = math.exp(log_weight - self.largest)
+            self.total, self.squares = self.total + weight, self.squares + weight**2
+
+
+class _Sums:
+    """Sums over the samples of an evaluation, to which each look adds the samples that are new."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._summed = 0
+        self._totals: list[float] = []
+        self._weighed = 0
+        self._chains: dict[float, _ChainWeights] = {}
+
+    def means(self, names: list[str], members: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return the mean of each metric over the samples."""
+        if names != self._names or len(members) < self._summed:
+            self._names, self._summed, self._totals = names, 0, [0.0] * len(names)
+        for member in members[self._summed :]:
+            self._totals = [total + member[name] for total, name in zip(self._totals, names, strict=True)]
+        self._summed = len(members)
+        return {name: total / len(members) for name, total in zip(names, self._totals, strict=True)}
+
+    def weight_efficiency(
+        self, log_weights: Sequence[float], members: Sequence[Mapping[str, float]], comparable: bool
+    ) -> float | None:
+        """Return `weight_efficiency` of the samples' weights, of weights that do not compare within each chain."""
+        if len(log_weights) < self._weighed:
+            self._weighed, self._chains = 0, {}
+        for log_weight, member in zip(log_weights[self._weighed :], members[self._weighed :], strict=True):
+            self._chains.setdefault(member["chain"], _ChainWeights()).add(log_weight)
+        self._weighed = len(log_weights)
+        chains = list(self._chains.values())
+        counted = [chain for chain in chains if chain.largest > -math.inf]
+        are_equal = all(chain.are_equal for chain in chains)
+        alike = {chain.first if comparable else chain.count for chain in chains}
+        if len(log_weights) < 2 or not counted or (are_equal and len(alike) == 1 and len(counted) == len(chains)):
+            return None
+        top = max(chain.largest for chain in counted)
+        shares = [math.exp(chain.largest - top) if comparable else 1 / chain.total for chain in counted]
+        total = sum(chain.total * share for chain, share in zip(counted, shares, strict=True))
+        squares = sum(chain.squares * share**2 for chain, share in zip(counted, shares, strict=True))
+        return total**2 / (len(log_weights) * squares)
+
+
 # -- loader average ----------------------------------------------------------------------------------------------------
 
 
@@ -227,16 +294,12 @@ class Evaluation:
     comparable: bool = True
     chains: ChainComparison = field(default_factory=ChainComparison)
     per_datum: PerDatumScores = field(default_factory=PerDatumScores)
+    _sums: _Sums = field(default_factory=_Sums, init=False, compare=False)
 
     @property
     def weight_efficiency(self) -> float | None:
         """(Σw)²/(S·Σw²) of the importance weights, in (0, 1]; None if all are equal or all are 0."""
-        weights = torch.tensor(self.log_weights, dtype=torch.float64)
-        if not self.comparable:
-            weights = within_groups(weights, torch.tensor([member["chain"] for member in self.members]))
-        if len(weights) < 2 or bool((weights == weights[0]).all()) or not bool((weights > -torch.inf).any()):
-            return None
-        return weight_efficiency(weights)
+        return self._sums.weight_efficiency(self.log_weights, self.members, self.comparable)
 
     @property
     def pit(self) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -274,8 +337,7 @@ class Evaluation:
     @property
     def single(self) -> dict[str, float]:
         """The single samples' metrics, averaged over the samples."""
-        names = [name for name in self.bma if self.members]
-        return {name: sum(m[name] for m in self.members) / len(self.members) for name in names}
+        return self._sums.means(list(self.bma), self.members) if self.members else {}
 
     @property
     def best_single(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
+from lightning_sgmcmc.batches.orders import Permutation
 from lightning_sgmcmc.batches.rows import TrainingRows, rows_of, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
@@ -60,15 +61,33 @@ def full_log_likelihoods(
         rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
     plain = plain_data(getattr(trainer, "datamodule", None))
     for rows in _all_rows(trainer, reason):
-        part = rows.loader(range(rank, len(indices_of(rows, reason)), ranks), plain)
+        part = rows.loader(range(rank, len(indices_of(rows, reason)), ranks), plain, passes=1)
         with torch.no_grad():
             batches = EvaluationShare(part, math.inf).batches(trainer, chains.model)
-            found = [list(call(together, batch)) for batch in batches]
-        total += torch.stack([exact(torch.cat(each)).sum() for each in zip(*found, strict=True)]).cpu()
+            total += _sums(list(call(together, batch)) for batch in batches)
     if ranks > 1:
         reduce = trainer.strategy.reduce
         total = layout.mean_over_data(total) * ranks if of_own_chains else reduce(total, reduce_op="sum")
     return [float(value) for value in total]
+
+
+LARGEST_KEPT = 2**26
+"""Bytes of the log densities that a pass keeps before it adds them up."""
+
+
+def _sums(parts: Iterable[list[Tensor]]) -> Tensor:
+    """Return the sums of several sequences of tensors, which come part by part, in float64 on the host, shape (S,)."""
+    total, kept, size = torch.zeros((), dtype=torch.float64), list[list[Tensor]](), 0
+
+    def of_kept() -> Tensor:
+        return torch.stack([exact(torch.cat(each)).sum() for each in zip(*kept, strict=True)]).cpu()
+
+    for part in parts:
+        kept.append(part)
+        size += sum(tensor.nbytes for tensor in part)
+        if size > LARGEST_KEPT:
+            total, kept, size = total + of_kept(), [], 0
+    return total + of_kept() if kept else total
 
 
 def pass_over_data(
@@ -82,12 +101,12 @@ def pass_over_data(
     layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, rows in enumerate(_all_rows(trainer, reason)):
         iterators, count = [], len(indices_of(rows, reason))
+        places = range(layout.rank_in_chain, count, layout.ranks_per_chain)
         for chain in layout.chains:
-            places = torch.arange(count)
+            order = None
             if shuffled:
-                seed = derive_seed(sampler.seed, f"{purpose} order", chain, step, place)
-                places = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-            part = rows.loader(places[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
+                order = Permutation(count, derive_seed(sampler.seed, f"{purpose} order", chain, step, place))
+            part = rows.loader(places, order=order, passes=len(layout.chains))
             names = (purpose, layout.stream(chain), step, place)
             iterators.append(seeded_batches(trainer, model, part, sampler.seed, names, reseed))
         for batches in zip(*iterators, strict=True):
@@ -103,7 +122,9 @@ def seeded_batches(
     reseed_by: Callable[[int, torch.device], None],
     limit: float = math.inf,
 ) -> Iterator[Any]:
-    """Yield a loader's batches; before each, the generators are seeded by the seed, the names and its number."""
+    """Yield the batches of a loader of rows; before each, the generators, those of its workers too, are seeded by the
+    seed, the names and its number."""
+    loader.dataset.seed = (seed, *names)
     batches, end = EvaluationShare(loader, limit).batches(trainer, model), object()
     for number in itertools.count():
         reseed_by(derive_seed(seed, *names, number), model.device)
@@ -277,13 +298,11 @@ def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count:
     owners: list[int | str] = ["shared"] if shared else list(layout.chains)
     ranks, number_of_data = layout.ranks_per_chain, len(indices_of(rows, PURPOSE))
     size = _fresh_size(rows, chains)
+    places = range(layout.rank_in_chain, count * size * ranks, ranks)
     iterators = []
     for owner, stream in zip(owners, streams, strict=True):
-        generator = torch.Generator().manual_seed(derive_seed(sampler.seed, PURPOSE, step, owner, "order"))
-        order = torch.randperm(number_of_data, generator=generator)
-        order = order.repeat(-(-count * size * ranks // number_of_data))
-        chosen = order[layout.rank_in_chain :: ranks][: count * size].tolist()
-        part, names = rows.loader(chosen, batch_size=size), (PURPOSE, step, stream)
+        order = Permutation(number_of_data, derive_seed(sampler.seed, PURPOSE, step, owner, "order"))
+        part, names = rows.loader(places, batch_size=size, order=order), (PURPOSE, step, stream)
         iterators.append(seeded_batches(trainer, model, part, sampler.seed, names, reseed_all, count))
     for batches in itertools.islice(zip(*iterators, strict=True), count):
         yield batches[0] if shared or chains.num_chains == 1 else ChainBatches(batches)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -43,6 +44,17 @@ class EvaluationShare:
             converted = trainer.precision_plugin.convert_input(batch)
             converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
             yield trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
+
+    def fitting(self, of_batch: Sequence[Any]) -> int:
+        """Return how many samples have scores that fit into `LARGEST_SCORES` together, and at least one, by the scores
+        of each on the first batch of the share; the same number in all processes."""
+        batches = self.limit if math.isfinite(self.limit) else sized_len(self.loader) or 1
+        alone = self.replicas == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        processes = 1 if alone else torch.distributed.get_world_size()
+        tensors = [leaf for leaf in pytree.tree_leaves(of_batch[0]) if isinstance(leaf, Tensor)]
+        size = sum(tensor.nbytes for tensor in tensors) * batches * processes
+        count = max(1, min(len(of_batch), int(LARGEST_SCORES // max(size, 1))))
+        return count if alone else int(min(gather_all_tensors(torch.tensor([count], device=tensors[0].device))))
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the values of all data, in their order; `tensor` has those of this share along its first axis."""
@@ -103,12 +115,23 @@ class Scorer:
         self._call = TogetherCall(module, _score, compiled)
         self._net = getattr(module, "net", None) if compiled else None
 
-    def __call__(self, states: Sequence[Mapping[str, Tensor]], batches: Iterable[Any]) -> list[Scores]:
-        """Return the scores of each sample, of parameters and buffers on the module's device."""
-        together = States(states)
+    def __call__(
+        self,
+        states: Sequence[Mapping[str, Tensor]],
+        batches: Iterable[Any],
+        fitting: Callable[[Sequence[Any]], int] | None = None,
+    ) -> list[Scores]:
+        """Return the scores of each sample, of parameters and buffers on the module's device; of as many of the first
+        ones only as `fitting` says after the first batch."""
+        together, found = States(states), list[list[Any]]()
         with torch.no_grad():
-            used = batches if self._net is None else (with_few_lengths(batch, self._net) for batch in batches)
-            found = [list(self._call(together, batch)) for batch in used]
+            for batch in batches:
+                batch = batch if self._net is None else with_few_lengths(batch, self._net)
+                found.append(list(self._call(together, batch)))
+                if len(found) == 1 and len(states) > 1 and fitting is not None:
+                    count = fitting(found[0])
+                    if count < len(states):
+                        together, found = States(states[:count]), [found[0][:count]]
         if not found:
             raise ValueError("batches has no data to evaluate")
         return [_joined(of_sample) for of_sample in zip(*found, strict=True)]
@@ -200,9 +223,10 @@ def scores_on(
     limit: float,
     dataloader_idx: int = 0,
 ) -> list[Scores]:
-    """Return the scores of each sample, of tensors on the module's device, on a loader's data, of all ranks."""
+    """Return the scores of each sample, of tensors on the module's device, on a loader's data, of all ranks; of the
+    first samples alone, and at least one, if those of all would be larger than `LARGEST_SCORES`."""
     share = share_of(trainer, loader, limit, dataloader_idx)
-    of_share = scorer(states, share.batches(trainer, module))
+    of_share = scorer(states, share.batches(trainer, module), share.fitting)
     whole: list[Scores] = pytree.tree_map_only(Tensor, share.whole, of_share)
     return whole
 
@@ -220,7 +244,8 @@ def in_host_memory(tree: Tree) -> Tree:
 
 
 class DrawingScores:
-    """The scores of a drawing's samples, computed for several of them in one pass when the first is wanted."""
+    """The scores of a drawing's samples, computed for several of them in one pass when the first is wanted; a pass
+    may have scored fewer than it was given."""
 
     def __init__(self) -> None:
         self._drawn: list[PosteriorSample] = []
@@ -238,7 +263,8 @@ class DrawingScores:
             if not (self._drawn and self._drawn[0] is sample):
                 self.begin([sample])
             together, self._drawn = self._drawn[: self._most], self._drawn[self._most :]
-            self._scored = list(zip(together, score(together), strict=True))
+            self._scored = list(zip(together, score(together), strict=False))
+            self._drawn = together[len(self._scored) :] + self._drawn
             first = self._scored[0][1]
             leaves = pytree.tree_leaves((first.on_loaders, first.ood))
             size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

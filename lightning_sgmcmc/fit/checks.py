@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import resolve_num_data, stream_of, training_rows
+from lightning_sgmcmc.chains.callback import has_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of, is_per_chain, sampler_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
@@ -122,7 +123,7 @@ def _check_strategy(strategy: Any) -> None:
 
 def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     layout = layout_of(trainer, chains_of(module).num_chains)
-    if layout.is_spread and getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if layout.is_spread and has_loss_scaler(trainer):
         raise ValueError(
             "a loss scaler skips steps of one process's chains, so the chains' schedules diverge: use "
             "precision='bf16-mixed' for chains on several processes"
@@ -176,8 +177,8 @@ def _check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
 
 def warn_of_other_loss(trainer: pl.Trainer, module: ChainModel, loss: torch.Tensor) -> bool:
     """Return whether the user's `training_step` returns another loss than the batch's energy, and warn of it."""
-    accumulated, has_scaler = trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
-    if has_scaler is not None or loss.numel() != 1 or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
+    accumulated = trainer.accumulate_grad_batches
+    if has_loss_scaler(trainer) or loss.numel() != 1 or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
         return False
     returned = float(loss.detach()) * accumulated
     energy = float(chains_of(module).observed.mean_potential.sum())

@@ -8,14 +8,16 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sgmcmc.chains.callback import has_loss_scaler
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.fit.checkpoints import describe_checkpoint, last_good_checkpoint
+from lightning_sgmcmc.plain import parts_in
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite, tensors_in
+from lightning_sgmcmc.tensors import all_finite, bad_tensor, first_not_finite
 
 
 class DeferredCheck:
@@ -102,7 +104,7 @@ class EnergyGuard:
         self._shares_gradients = chains.layout.ranks_per_chain > 1
         # Chains of other processes must not take more steps than these.
         self._decides_together = chains.layout.is_spread and not self._stops
-        self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self.has_scaler = has_loss_scaler(trainer)
         device = self._model.device
         runs_ahead = device.type != "cpu"  # so that reading a number waits
         self._deferred = DeferredCheck(chains.num_chains, device) if runs_ahead and self._stops else None
@@ -238,7 +240,7 @@ class EnergyGuard:
             )
         if self._chains.observed.batch_size == 0:
             return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
-        if not all(bool(t.isfinite().all()) for t in tensors_in(self._batch) if t.is_floating_point()):
+        if not all(bool(t.isfinite().all()) for t in parts_in(self._batch, Tensor) if t.is_floating_point()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
             try:

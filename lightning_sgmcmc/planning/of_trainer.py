@@ -337,11 +337,11 @@ def _memory(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, blocks: B
         parameters=own,
         tensors=_bytes(t for name, t in state_of(module).items() if name not in chains.sharing.names),
     )
-    gradients = 2 if chains.num_chains > 1 and chains.execution == "loop" else 1  # each chain's own, and all together
+    of_slices = chains.stacked is not None and chains.execution == "loop" and not chains.stacked.receives
+    gradients = 1 + int(of_slices)  # each chain's own, and all together
     has_noise = blocks is None or bool((blocks.temperatures > 0).any())
-    copies = gradients + sampler.copies + (sampler.draws if has_noise else 0)
-    kept = sum(callback.memory(sizes) for callback in declared(trainer))
-    return _bytes([*module.parameters(), *module.buffers()]) + copies * own + kept
+    kept = sum(callback.memory(sizes) for callback in declared(trainer)) + (sampler.noise_bytes if has_noise else 0)
+    return _bytes([*module.parameters(), *module.buffers()]) + (gradients + sampler.copies) * own + kept
 
 
 class Planner:

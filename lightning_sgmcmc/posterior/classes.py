@@ -5,11 +5,12 @@ A store can come from anywhere, so its text must not choose what Python imports 
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from lightning_sgmcmc.plain import parts_in
 
 IMPORTED = ("lightning_sgmcmc", "torch.nn", "torchvision.models", "torchvision.ops")
 """Packages whose modules are imported if a store names them."""
@@ -46,22 +47,13 @@ def check_texts(cls: type[nn.Module], arguments: Any) -> None:
         return
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     is_installed = any(f"{part}-packages" in Path(file).parts for part in ("site", "dist"))
-    for text in texts_of(arguments):
+    for text in parts_in(arguments, str):
         if is_installed or "/" in text or "\\" in text:
             whose = "of another package" if is_installed else "yours"
             raise NotDescribableError(
                 f"{cls.__name__} is {whose}, and gets the text {text[:80]!r}, which it may take for the name of a file "
                 f"or a download: {TRUST}"
             )
-
-
-def texts_of(values: Any) -> Iterator[str]:
-    """Yield all texts in plain data."""
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, Mapping | list | tuple):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from texts_of(value)
 
 
 def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:

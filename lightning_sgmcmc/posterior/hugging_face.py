@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.execution import state_of
-from lightning_sgmcmc.posterior.classes import TRUST, NotDescribableError, find, path_of, texts_of
+from lightning_sgmcmc.plain import parts_in
+from lightning_sgmcmc.posterior.classes import TRUST, NotDescribableError, find, path_of
 
 PACKAGE = "transformers.models."
 _FAMILIES = """
@@ -182,7 +183,7 @@ def build_adapted(description: Mapping[str, Any], build: Build) -> nn.Module:
     if description["peft"] != "LoraConfig" or not arguments.keys() <= LORA:
         raise NotDescribableError(f"only LoRA's arguments {', '.join(sorted(LORA))} are supported")
     keys = [list(value) for value in arguments.values() if isinstance(value, Mapping)]
-    for pattern in texts_of([*arguments.values(), *keys]):
+    for pattern in parts_in([*arguments.values(), *keys], str):
         if REPEATED.search(pattern) or len(QUANTIFIERS.findall(pattern)) > MOST_QUANTIFIERS:
             raise NotDescribableError(f"LoRA's pattern {pattern[:80]!r} may take for ever: name the layers one by one")
     network = build(description["network"])

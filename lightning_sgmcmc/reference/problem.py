@@ -89,7 +89,7 @@ def _in_order(loader: Any, dataset: Any, batch_size: int) -> Any:
             f"{type(loader).__name__} has no data set with a length, and every gradient is one of all data: pass a "
             "data set, a loader of one, or tensors (x, y)"
         )
-    return rows.loader(range(len(indices_of(rows, "reference.sample"))), dataset, batch_size)
+    return rows.loader(range(len(indices_of(rows, "reference.sample"))), dataset, batch_size, passes=1)
 
 
 def _moved(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None) -> Any:

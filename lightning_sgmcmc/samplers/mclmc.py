@@ -57,6 +57,7 @@ class MCLMC(Sampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     has_cold_limit: ClassVar[bool] = False
 
@@ -221,6 +222,7 @@ class pMCLMC(MCLMC, PreconditionedSampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
     averages: ClassVar[tuple[str, ...]] = ("square_avg", "scale")
 
     def __init__(
@@ -273,6 +275,10 @@ class pMCLMC(MCLMC, PreconditionedSampler):
         torch._foreach_copy_(scaled, tensors)
         torch._foreach_div_(scaled, self._buffers(params, "scale"))
         return scaled
+
+    @property
+    def copies(self) -> int:
+        return super().copies + int(self._walks)  # its scratch is whole
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         return [scale.square().reciprocal() for scale in self._buffers(params, "scale")]

@@ -1,9 +1,10 @@
-"""Injected Gaussian noise: one flat buffer that is reused, one generator per chain."""
+"""Injected Gaussian noise: one flat buffer that is reused, or blocks of a large one; one generator per chain."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,25 @@ from lightning_sgmcmc.seeding import derive_seed, device_text
 WORTH_A_THREAD = 20_000
 """Number of elements below which passing the draw to another thread costs more than the draw."""
 
+WHOLE = 2**24
+"""Numbers of a step up to which its noise is one buffer; more are drawn in blocks, as the step adds them."""
+ON_CPU, ON_DEVICE = 2**18, 2**22
+"""Numbers of a block: few enough for a CPU's cache, and many enough for an accelerator."""
+TOGETHER = 16
+"""Numbers that torch makes together on a CPU, where a call for fewer of them makes others."""
+
+
+def block_width(device: torch.device, chains: int) -> int:
+    """Return the columns of a block: pieces of this length have the bits of one long call of `normal_`.
+
+    They are a multiple of 16 on a CPU, and on CUDA of what all threads draw in one pass, four numbers each.
+    """
+    unit = TOGETHER
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        unit = 4 * found.multi_processor_count * getattr(found, "max_threads_per_multi_processor", 2048)
+    return max(1, (ON_CPU if device.type == "cpu" else ON_DEVICE) // (chains * unit)) * unit
+
 
 class ChainNoise:
     """Standard normal noise in the shapes of a set of parameters, one stream per chain.
@@ -22,8 +42,9 @@ class ChainNoise:
     generator seeded with `(seed, first_chain + c)`. So a chain's noise does not depend on the number of chains in its
     process or on the global generator, and ranks with the same chain draw the same noise.
 
-    `ahead` draws the next step's noise in a background thread; None does so on a CPU with a spare core. `draws`, the
-    normal tensors for each parameter, may change until the first draw.
+    `ahead` draws the next step's noise in a background thread; None does so on a CPU with a spare core, for noise that
+    is not large. `draws`, the normal tensors for each parameter, may change until the first draw. Large noise may be
+    drawn in blocks, with the same numbers.
     """
 
     def __init__(
@@ -43,21 +64,31 @@ class ChainNoise:
         self.draws = draws
         self.held: Mapping[int, int] = {}
         """The row of a parameter without noise, by the parameter's place; it may change until the first draw."""
-        self._silent: list[Tensor] = []
-        """The views of the buffer at held rows."""
+        self._silent: list[tuple[int, int]] = []
+        """The first and last columns of held rows."""
+        self.in_blocks = False
+        """Whether the present step draws blocks."""
+        self._large: bool | None = None
+        self._starts: list[int] = []
+        """The first column of each parameter, and the number of columns."""
+        self._scratch = torch.empty(0)
+        self._span = (0, 0)
+        """The first and last columns of the block in `_scratch`."""
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._states: list[Tensor] = []
         """The generators' states before the pending draw."""
         self._generators: list[torch.Generator] = []
+        self._device = torch.device("cpu")
         self._buffer = torch.empty(0)
         self._views: list[Tensor] = []
         self._loaded: dict[str, Any] | None = None
 
     def draw(self) -> list[Tensor]:
         """Refill the buffer; return `draws` times one view per parameter, in its shape. The next overwrites them."""
-        if not self._views or self._buffer.device != self._parameters[0].device:
-            self._allocate()
+        device = self._prepared()
+        if not self._views or self._buffer.device != device:
+            self._allocate(device)
         if self._pending is not None:
             self._wait()
         else:
@@ -65,9 +96,83 @@ class ChainNoise:
         return self._views
 
     @property
-    def rows(self) -> Tensor:
-        """The last draw as one tensor, a row for each chain, shape (C, draws·P)."""
-        return self._buffer
+    def is_large(self) -> bool:
+        """Whether a step's noise is to be drawn in blocks, by a rule that takes them."""
+        if self._large is None:
+            numel, first = sum(p.numel() for p in self._parameters), self._parameters[0]
+            each = (p[0] if self.num_chains > 1 else p for p in self._parameters)
+            self._large = (
+                numel > WHOLE
+                and block_width(first.device, self.num_chains) * self.num_chains < numel
+                and self.draws == 1
+                and self.ahead is not True
+                and all(p.is_contiguous() for p in each)
+            )
+        return self._large
+
+    @property
+    def width(self) -> int:
+        """The columns of a block."""
+        return block_width(self._parameters[0].device, self.num_chains)
+
+    def nbytes(self, takes_blocks: bool) -> int:
+        """Return the bytes of the memory in which noise is drawn."""
+        size = self._parameters[0].element_size()
+        if takes_blocks and self.is_large:
+            return size * self.num_chains * (self.width + TOGETHER)
+        return size * self.draws * sum(p.numel() for p in self._parameters)
+
+    def begin(self, in_blocks: bool = False) -> None:
+        """Begin a step's noise: draw it, or let its users draw it in blocks."""
+        self.in_blocks = in_blocks
+        if not in_blocks:
+            self.draw()
+            return
+        device, shape = self._prepared(), (self.num_chains, self.width + TOGETHER)
+        if self._scratch.device != device or self._scratch.shape != shape:
+            self._scratch = torch.empty(shape, device=device, dtype=self._parameters[0].dtype)
+        self._span = (0, 0)
+
+    def of(self, places: Sequence[int], as_rows: bool = False) -> "list[Tensor] | NoiseBlocks":
+        """Return the step's noise of some parameters, `draws` times one tensor for each; `as_rows` for parameters that
+        follow one another as one tensor of shape (C, d)."""
+        if self.in_blocks:
+            return NoiseBlocks(self, [self._starts[place] for place in places])
+        if as_rows:
+            low, high, total = self._starts[places[0]], self._starts[places[-1] + 1], self._starts[-1]
+            return [self._buffer[:, low + skip : high + skip] for skip in range(0, self.draws * total, total)]
+        total = len(self._parameters)
+        return [self._views[first + place] for first in range(0, len(self._views), total) for place in places]
+
+    def blocks(self, start: int, stop: int, silent: bool) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Yield the first and last columns of blocks that cover those from `start` to `stop`, with their numbers, shape
+        (C, b), or with None if `silent`; a step's columns come in order."""
+        if silent:
+            for first in range(start, stop, width := self.width):
+                yield first, min(first + width, stop), None
+            return
+        while True:
+            first, last = self._span
+            if last > start:
+                yield first, last, self._scratch[:, : last - first]
+            if last >= stop:
+                return
+            self._fill_block()
+
+    def _fill_block(self) -> None:
+        """Draw the next block; the last one has what is left."""
+        first, columns, width = self._span[1], self._starts[-1], self._scratch.shape[1] - TOGETHER
+        last = first + width if columns - first - width >= TOGETHER else columns
+        for row, generator in zip(self._scratch[:, : last - first], self._generators, strict=True):
+            row.normal_(generator=generator)
+        for low, high in self._silent:
+            self._scratch[:, max(low - first, 0) : max(min(high, last) - first, 0)].zero_()
+        self._span = first, last
+
+    def finish(self) -> None:
+        """Draw the blocks that a step has not used."""
+        while self.in_blocks and self._span[1] < self._starts[-1]:
+            self._fill_block()
 
     def draw_ahead(self) -> None:
         """Start the next draw if there is a background thread; the views of the last draw are overwritten."""
@@ -78,37 +183,46 @@ class ChainNoise:
     def _fill(self) -> None:
         for row, generator in zip(self._buffer, self._generators, strict=True):
             row.normal_(generator=generator)
-        for view in self._silent:
-            view.zero_()
+        for low, high in self._silent:
+            self._buffer[:, low:high].zero_()
 
     def _wait(self) -> None:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
-    def _allocate(self) -> None:
+    def _prepared(self) -> torch.device:
+        """Seed the generators for the parameters' device at its first draw, and return it."""
+        device = self._parameters[0].device
+        if self._generators and self._device == device:
+            return device
         self._wait()
-        first, shaped = self._parameters[0], [*self._parameters] * self.draws
-        per_chain = sum(p.numel() for p in shaped) // self.num_chains
-        self._buffer = torch.empty(self.num_chains, per_chain, device=first.device, dtype=first.dtype)
-        self._views, start = [], 0
-        for parameter in shaped:
-            stop = start + parameter.numel() // self.num_chains
-            self._views.append(self._buffer[:, start:stop].view(parameter.shape))
-            start = stop
-        axis = int(self.num_chains > 1)
-        rows = ((view, self.held.get(place % len(self._parameters))) for place, view in enumerate(self._views))
-        self._silent = [view.select(axis, row) for view, row in rows if row is not None]
+        self._device, self._large, self._views = device, None, []
+        self._starts = [0, *accumulate(p.numel() // self.num_chains for p in self._parameters)]
+        self._silent = []
+        for place, row in self.held.items():
+            parameter = self._parameters[place]
+            size = parameter.shape[int(self.num_chains > 1) + 1 :].numel()
+            starts = (self._starts[place] + row * size + draw * self._starts[-1] for draw in range(self.draws))
+            self._silent += [(start, start + size) for start in starts]
         self._generators = []
         for chain in range(self.first_chain, self.first_chain + self.num_chains):
-            generator = torch.Generator(device=first.device)
+            generator = torch.Generator(device=device)
             generator.manual_seed(derive_seed(self.seed, "noise", chain))
             self._generators.append(generator)
         if self._loaded is not None:
-            self._restore(self._loaded, first.device)
+            self._restore(self._loaded, device)
             self._loaded = None
+        return device
+
+    def _allocate(self, device: torch.device) -> None:
+        shaped = [*self._parameters] * self.draws
+        starts = [0, *accumulate(p.numel() // self.num_chains for p in shaped)]
+        self._buffer = torch.empty(self.num_chains, starts[-1], device=device, dtype=shaped[0].dtype)
+        ranges = zip(shaped, starts, starts[1:], strict=False)
+        self._views = [self._buffer[:, start:stop].view(p.shape) for p, start, stop in ranges]
         ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
-        self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
+        self._worker = ThreadPoolExecutor(1, "noise") if ahead and device.type == "cpu" else None
 
     def _restore(self, state: dict[str, Any], device: torch.device) -> None:
         if state["device"] == device.type:
@@ -135,7 +249,7 @@ class ChainNoise:
         """Return the generators' states (one uint8 tensor each) and their device."""
         if self._loaded is not None:
             return self._loaded
-        device = self._buffer.device
+        device = self._device
         model = {} if device.type == "cpu" else {"model": device_text(device)}
         return model | {
             "seed": self.seed,
@@ -150,6 +264,61 @@ class ChainNoise:
         self.seed = state["seed"]
         self._views, self._generators = [], []
         self._loaded = dict(state) if state["generators"] else None
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Parts of lists of tensors of a step: whole ones, or their columns in one block of the noise."""
+
+    lists: Sequence[list[Tensor]]
+    noise: Any
+    """The normal numbers of each part; None in a step without noise."""
+    places: list[int] | None = None
+    """The place of each part's tensor in its list; None for whole tensors."""
+    offset: int = 0
+    """The first part's first column in its tensor."""
+
+
+class NoiseBlocks:
+    """A step's noise of some parameters, which is drawn as it is used, once and in order; a silent one has none."""
+
+    def __init__(self, noise: ChainNoise, starts: Sequence[int], silent: bool = False) -> None:
+        self._noise = noise
+        self._starts = starts
+        self._silent = silent
+
+    def along(self, *lists: list[Tensor]) -> Iterator[Block]:
+        """Yield the parts of lists of tensors block by block, each part with shape (C, b).
+
+        Args:
+            lists: tensors in the parameters' shapes, or one of shape (C, d) that stands for all.
+        """
+        rows = [[tensor.view(self._noise.num_chains, -1) for tensor in tensors] for tensors in lists]
+        sizes = [row.shape[1] for row in rows[0]]
+        starts = [*accumulate(sizes, initial=0)][:-1] if self._silent else self._starts[: len(sizes)]
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        place = 0
+        for first, last, drawn in self._noise.blocks(starts[0], ends[-1], self._silent):
+            while ends[place] <= first:
+                place += 1
+            within = []
+            for index in range(place, len(starts)):
+                if starts[index] >= last:
+                    break
+                start, low, high = starts[index], max(first, starts[index]), min(last, ends[index])
+                if low < high:
+                    within.append((index, slice(low - start, high - start), slice(low - first, high - first)))
+            if within:
+                parts = [[tensors[index][:, own] for index, own, _ in within] for tensors in rows]
+                noise = None if drawn is None else [drawn[:, columns] for *_, columns in within]
+                yield Block(parts, noise, [index for index, *_ in within], within[0][1].start)
+
+
+def along(noise: "list[Tensor] | NoiseBlocks | None", *lists: list[Tensor]) -> Iterable[Block]:
+    """Yield lists of tensors with their noise: as they are, or in the blocks of a noise that is drawn so."""
+    return noise.along(*lists) if isinstance(noise, NoiseBlocks) else [Block(lists, noise)]
 
 
 def _core_to_spare() -> bool:

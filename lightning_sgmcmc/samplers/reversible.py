@@ -118,6 +118,7 @@ class GGMC(ReversibleLangevin):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     least_steps: int = 2
 
@@ -175,6 +176,7 @@ class AMAGOLD(ReversibleLangevin):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def enter_trajectory(self) -> None:
         self._move(0.5)

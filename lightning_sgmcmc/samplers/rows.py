@@ -3,6 +3,7 @@
 A step over a network then costs one operation where it would cost one for each of the network's tensors.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.tensors import Control, widest_dtype
+from lightning_sgmcmc.samplers import noise as noises
+from lightning_sgmcmc.tensors import Control
 
+FEW, COLUMNS = 4, 2**22
+"""The most parameters to which a number is added one by one on a device, and the columns of others at a time."""
 State = MutableMapping[Tensor, dict[str, Any]]
 """An optimizer's state: the tensors of each parameter, by name."""
 
@@ -26,7 +30,9 @@ class FlatGroup:
         self.values = values
         self.gradients = gradients
         self._sizes = [p.numel() // len(values) for p in parameters]
-        self._columns: tuple[Tensor, Tensor] | None = None
+        self._ends = [*accumulate(self._sizes)]
+        self._on_device: tuple[Tensor, Tensor] | None = None
+        """The parameters' sizes and their last columns, shape (T,)."""
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         """By name: a flat tensor of the state, and its view for the first parameter."""
 
@@ -36,23 +42,30 @@ class FlatGroup:
         return [column.view(p.shape) for column, p in zip(columns, self.parameters, strict=True)]
 
     def means(self, rows: Tensor) -> Tensor:
-        """Return the mean over each parameter's columns, shape (C, T), in a few operations whatever the number T."""
-        ends, _ = self._places()
-        totals = rows.cumsum(1, dtype=widest_dtype(rows.device))[:, ends]
-        sizes = (ends + 1).diff(prepend=ends.new_zeros(1))
-        return (torch.cat([totals[:, :1], totals.diff(dim=1)], 1) / sizes).to(rows.dtype)
+        """Return the mean over each parameter's columns of numbers ≥ 0, shape (C, T), in a few operations."""
+        segments = [segment for row in rows for segment in row.split(self._sizes)]
+        totals = torch.stack(torch._foreach_norm(segments, 1))
+        return totals.view(len(rows), -1) / self._places()[0]
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Return a number of each parameter, shape (C, T), at all its columns, shape (C, d)."""
-        return values[:, self._places()[1]]
+    def add_to_each(self, rows: Tensor, values: Tensor, start: int = 0) -> None:
+        """Add a number of each parameter, shape (C, T), to its columns in place; `rows` are those from `start` on."""
+        stop, index = start + rows.shape[1], self._ends
+        first, last = bisect_right(index, start), bisect_left(index, stop) + 1
+        if rows.device.type == "cpu" or last - first <= FEW:
+            for place in range(first, last):
+                low = max(index[place] - self._sizes[place], start)
+                rows[:, low - start : min(index[place], stop) - start].add_(values[:, place, None])
+            return
+        for low in range(start, stop, COLUMNS):
+            columns = torch.arange(low, min(low + COLUMNS, stop), device=rows.device)
+            places = torch.bucketize(columns, self._places()[1], right=True)
+            rows[:, low - start : low - start + COLUMNS].add_(values[:, places])
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Return the last column of each parameter, shape (T,), and the parameter of each column, shape (d,)."""
-        if self._columns is None:
-            sizes = torch.tensor(self._sizes)
-            columns = sizes.cumsum(0) - 1, torch.arange(len(sizes)).repeat_interleave(sizes)
-            self._columns = columns[0].to(self.values.device), columns[1].to(self.values.device)
-        return self._columns
+        if self._on_device is None:
+            sizes = torch.tensor(self._sizes).to(self.values.device)
+            self._on_device = sizes, torch.tensor(self._ends).to(self.values.device)
+        return self._on_device
 
     def buffer(self, state: State, name: str) -> Tensor:
         """Return a flat tensor of the state, zero at first, whose views are the parameters' own state; tensors of a
@@ -91,7 +104,7 @@ class FlatParameters:
         """The same numbers as a leaf of autograd; `collect_gradient` moves its gradient to `gradients`."""
         self._is_clear = True
         """Whether `gradients` stand for zero, whatever their numbers."""
-        whole = FlatGroup(self.parameters, self.values, self.gradients)
+        whole = FlatGroup(self.parameters, self.values, self.values)
         self.split = whole.pieces
         formats = [_format_of(p) or torch.contiguous_format for p in self.parameters]
         with torch.no_grad():
@@ -125,6 +138,11 @@ class FlatParameters:
         return self._of_values.get(id(tensors[0])) if len(tensors) == 1 else None
 
     # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a further copy of the rows is worth avoiding."""
+        return self.values.numel() > noises.WHOLE
 
     @property
     def holds_gradients(self) -> bool:
@@ -170,11 +188,15 @@ class FlatParameters:
 
     def release(self) -> None:
         """Give each parameter memory of its own, in the format that it had."""
-        for parameter, view, memory_format in zip(self.parameters, self.views, self._formats, strict=True):
-            parameter.data = parameter.detach().clone(memory_format=memory_format)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = None
+            del view
         self.leaf.grad = None
+        self.gradients = self.gradients.new_empty(0)  # before the copies
+        self.views, self.groups, self._of_values = [], [], {}
+        for parameter, memory_format in zip(self.parameters, self._formats, strict=True):
+            parameter.data = parameter.detach().clone(memory_format=memory_format)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied module has parameters with memory of their own

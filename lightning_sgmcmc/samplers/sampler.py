@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, names_arguments
 from lightning_sgmcmc.samplers.checks import check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.samplers.noise import ChainNoise
+from lightning_sgmcmc.samplers.noise import ChainNoise, NoiseBlocks
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.tensors import Control, as_rows, for_each_tensor, square_root
 
@@ -39,16 +39,24 @@ class UpdateRule(Optimizer):
     """Whether `update` treats each coordinate by itself, so that one tensor (C, d) may replace a group's tensors. It
     counts for the class that defines `update`; a subclass with a rule of its own sets it itself."""
 
+    takes_blocks: ClassVar[bool] = False
+    """Whether `update` uses its noise by `_add` and `along` alone, so that a large one may be drawn in blocks. It
+    counts for the class that defines `update`, as `elementwise` does."""
+
     has_cold_limit: ClassVar[bool] = True
     """Whether the rule has a limit at temperature 0, an optimizer; a rule without one makes no step there."""
 
     _takes_rows: ClassVar[bool] = False
     """Whether the class is elementwise, and its `update` is not of a subclass that leaves this unsaid."""
+    _takes_blocks: ClassVar[bool] = False
+    """The same of blocks of noise."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        owners = [next(base for base in cls.__mro__ if name in vars(base)) for name in ("elementwise", "update")]
-        cls._takes_rows = cls.elementwise and issubclass(*owners)
+        names = "update", "elementwise", "takes_blocks"
+        update, *owners = (next(base for base in cls.__mro__ if name in vars(base)) for name in names)
+        cls._takes_rows = cls.elementwise and issubclass(owners[0], update)
+        cls._takes_blocks = cls.takes_blocks and issubclass(owners[1], update)
         names_arguments(cls)
 
     flat: "FlatParameters | None" = None
@@ -98,7 +106,8 @@ class UpdateRule(Optimizer):
                 of shape (C, d), if the rule is `elementwise`.
             grads: gradient of the mean potential Ũ/N for each of them, of the same shape; not changed.
             noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; with
-                `draws` > 1 as many lists of them, one after the other; None for a step without noise.
+                `draws` > 1 as many lists of them, one after the other; None for a step without noise. Rules that
+                `takes_blocks` may get blocks of a large one.
         """
         raise NotImplementedError
 
@@ -199,9 +208,12 @@ class UpdateRule(Optimizer):
         flat = self._flat_group(params)
         return tensors if flat is None else flat.pieces(tensors[0])
 
-    def _add(self, targets: list[Tensor], sources: list[Tensor], factor: Control) -> None:
+    def _add(self, targets: list[Tensor], sources: "list[Tensor] | NoiseBlocks", factor: Control) -> None:
         """Add factor·sources to targets in place; the factor is one number, or one for each chain."""
-        if isinstance(factor, Tensor):
+        if isinstance(sources, NoiseBlocks):
+            for block in sources.along(targets):
+                self._add(*block.lists, block.noise, factor)
+        elif isinstance(factor, Tensor):
             torch._foreach_addcmul_(targets, sources, for_each_tensor(factor, targets))
         else:
             torch._foreach_add_(targets, sources, alpha=factor)
@@ -283,7 +295,8 @@ class Sampler(UpdateRule):
         seed: seed of the injected noise; chain c of the run draws from the stream (seed, c).
         first_chain: global index of the first chain held here.
         noise_ahead: whether to draw the next step's noise in a background thread while the gradient is computed; the
-            bits are the same. None does so on a CPU with a spare core.
+            bits are the same. None does so on a CPU with a spare core, for steps of up to 16 million numbers. A larger
+            noise is then drawn in blocks as it is added, which saves a copy of the parameters.
 
     Raises:
         ValueError: for a negative lr or temperature, a missing or non-positive num_data, parameters in half precision
@@ -363,6 +376,11 @@ class Sampler(UpdateRule):
         return isinstance(temperature, Tensor) or temperature != 0
 
     @property
+    def noise_bytes(self) -> int:
+        """Bytes of the memory in which noise is drawn: `draws` copies of the parameters, or a block of a large one."""
+        return self._noise.nbytes(self._takes_blocks)
+
+    @property
     def seed(self) -> int:
         """Seed of the injected noise."""
         return self._noise.seed
@@ -410,18 +428,19 @@ class Sampler(UpdateRule):
             self.stand_in()
             self.step_count += 1
             return loss
-        noise: list[Tensor] | None = None
-        if any(self.is_noisy(group) for group in self.param_groups):
+        has_noise = any(self.is_noisy(group) for group in self.param_groups)
+        if has_noise:
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
-            noise = self._noise.draw()
+            self._noise.begin(self._walks)
         elif not self.has_cold_limit:
             raise ValueError(NO_COLD_LIMIT.format(type(self).__name__))
         if self.flat is not None and self._updates_rows() and self.flat.holds_gradients:
-            self._update_rows(self.flat, noise is not None)
+            self._update_rows(self.flat, has_noise)
         else:
-            self._update_tensors(noise)
-        if noise is not None:
+            self._update_tensors(has_noise)
+        if has_noise:
+            self._noise.finish()
             self._noise.draw_ahead()
         self.step_count += 1
         return loss
@@ -435,19 +454,23 @@ class Sampler(UpdateRule):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _update_tensors(self, noise: list[Tensor] | None) -> None:
+    @property
+    def _walks(self) -> bool:
+        """Whether a step goes through the parameters in blocks of columns."""
+        return self._takes_blocks and self._noise.is_large
+
+    def _update_tensors(self, has_noise: bool) -> None:
         """Update the parameters that have a gradient, tensor by tensor."""
-        start, total = 0, sum(len(group["params"]) for group in self.param_groups)
+        start = 0
         for group in self.param_groups:
-            stop = start + len(group["params"])
             active = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if active:
                 params = [group["params"][i] for i in active]
-                group_noise: list[Tensor] | None = None
-                if noise is not None and self.is_noisy(group):
-                    group_noise = [noise[first + i] for first in range(start, len(noise), total) for i in active]
-                self.update(group, params, [p.grad for p in params], group_noise)
-            start = stop
+                grads = [p.grad.contiguous() if self._walks else p.grad for p in params]
+                has_own = has_noise and self.is_noisy(group)
+                noise: Any = self._noise.of([start + i for i in active]) if has_own else None
+                self.update(group, params, grads, noise)
+            start += len(group["params"])
 
     def _updates_rows(self) -> bool:
         """Return whether a group's parameters may be updated as one tensor."""
@@ -455,14 +478,13 @@ class Sampler(UpdateRule):
 
     def _update_rows(self, flat: FlatParameters, has_noise: bool) -> None:
         """Update each group's parameters as one tensor, a row for each chain."""
-        start, total, drawn = 0, flat.values.shape[1], self._noise.rows
+        start = 0
         for group, part in zip(self.param_groups, flat.groups, strict=True):
-            width = part.values.shape[1]
-            noise: list[Tensor] | None = None
-            if has_noise and self.is_noisy(group):
-                noise = [drawn[:, first : first + width] for first in range(start, drawn.shape[1], total)]
+            stop = start + len(part.parameters)
+            has_own = has_noise and self.is_noisy(group)
+            noise: Any = self._noise.of(range(start, stop), as_rows=True) if has_own else None
             self.update(group, [part.values], [part.gradients], noise)
-            start += width
+            start = stop
 
     @torch.no_grad()
     def draw_momenta(self) -> None:
@@ -470,7 +492,8 @@ class Sampler(UpdateRule):
 
         Each chain draws from its own generator. Momenta of a group without noise become zero, the law at τ = 0.
         """
-        draws = self._noise.draw() if any(map(self.is_noisy, self.param_groups)) else []
+        if has_noise := any(map(self.is_noisy, self.param_groups)):
+            self._noise.begin(self._walks)
         start = 0
         for group in self.param_groups:
             stop = start + len(group["params"])
@@ -478,11 +501,14 @@ class Sampler(UpdateRule):
             variance = None if law is None else law.momentum_variance()
             momenta = None if variance is None else self.momenta(group)
             if momenta is not None and variance is not None:
-                torch._foreach_copy_(momenta, draws[start:stop])
-                self._scale(momenta, square_root(variance))
+                torch._foreach_zero_(momenta)
+                noise = self._noise.of(range(start, stop))
+                self._add(momenta, noise[: len(momenta)] if isinstance(noise, list) else noise, square_root(variance))
             elif held := [momentum for momentum in self.stored_momenta(group) if momentum is not None]:
                 torch._foreach_zero_(held)
             start = stop
+        if has_noise:
+            self._noise.finish()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

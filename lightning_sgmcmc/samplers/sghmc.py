@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_number, check_positive, check_within
 from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.noise import Block, along
 from lightning_sgmcmc.samplers.rows import coefficients, compiled, sghmc_step
 from lightning_sgmcmc.samplers.sampler import Sampler
 from lightning_sgmcmc.samplers.sgld import ALWAYS, BURN_IN, Adapt, PreconditionedSampler
@@ -42,6 +43,7 @@ class SGHMC(Sampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
@@ -71,18 +73,20 @@ class SGHMC(Sampler):
             assert self.num_data is not None
             controls = coefficients(group, params[0], self.num_data)
             options = friction, group["noise_estimate"]
-            compiled(sghmc_step)(params[0], momenta[0], grads[0], noise[0], *controls, *options)
-            group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
-            return
-        torch._foreach_mul_(momenta, 1 - friction)
-        if noise is None:  # momenta are b = -v/lr, as in torch.optim.SGD
+            for (*rows, gradients), drawn, *_ in along(noise, params, momenta, grads):
+                compiled(sghmc_step)(rows[0][0], rows[1][0], gradients[0], drawn[0], *controls, *options)
+        elif noise is None:  # momenta are b = -v/lr, as in torch.optim.SGD
+            torch._foreach_mul_(momenta, 1 - friction)
             self._add(momenta, grads, group["gradient_multiplier"])
             self._add(params, momenta, -lr)
         else:
-            variance = self._noise_variance(group, friction - group["noise_estimate"])
-            self._add(momenta, grads, -lr * group["gradient_multiplier"])
-            self._add(momenta, noise, square_root(variance))
-            torch._foreach_add_(params, momenta)
+            factor = -lr * group["gradient_multiplier"]
+            scale = square_root(self._noise_variance(group, friction - group["noise_estimate"]))
+            for (targets, velocities, gradients), drawn, *_ in along(noise, params, momenta, grads):
+                torch._foreach_mul_(velocities, 1 - friction)
+                self._add(velocities, gradients, factor)
+                self._add(velocities, drawn, scale)
+                torch._foreach_add_(targets, velocities)
         group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
     def law(self, group: dict[str, Any]) -> StepLaw:
@@ -155,6 +159,7 @@ class pSGHMC(PreconditionedSampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
@@ -180,16 +185,19 @@ class pSGHMC(PreconditionedSampler):
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         friction = group["friction"]
-        squares = self._average_squares(group, params, grads, group["alpha"])
-        inverse = self._inverse(group, squares, self._kept(params), params)  # 1/G
-
+        averaged = self._average_squares(group, params, grads, group["alpha"])
         momenta = self._buffers(params, self.momentum_buffer)
-        torch._foreach_mul_(momenta, 1 - friction)
+        floors = self._floors(params, averaged, group["floor"], self._correction(group)) if self._walks else None
         factor = -friction * group["lr"] * group["gradient_multiplier"]
-        self._add_quotients(momenta, grads, inverse, factor)
-        if noise is not None:
-            self._add_scaled_noise(momenta, noise, inverse, self._noise_variance(group, friction**2))
-        torch._foreach_add_(params, momenta)
+        variance = self._noise_variance(group, friction**2)
+        for block, scratch in self._parts(noise, params, momenta, grads, averaged):
+            targets, velocities, gradients, squares = block.lists
+            inverse = self._inverse(group, squares, scratch, params, block, floors)  # 1/G
+            torch._foreach_mul_(velocities, 1 - friction)
+            self._add_quotients(velocities, gradients, inverse, factor)
+            if block.noise is not None:
+                self._add_scaled_noise(velocities, block.noise, inverse, variance)
+            torch._foreach_add_(targets, velocities)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         squares = self._buffers(params, "square_avg")
@@ -198,13 +206,28 @@ class pSGHMC(PreconditionedSampler):
         )
         return list(torch._foreach_reciprocal(inverse))
 
+    @staticmethod
+    def _correction(group: dict[str, Any]) -> float:
+        """Return 1-α^k."""
+        found: float = max(1 - group["alpha"] ** group["averaged"], 1e-12)
+        return found
+
     def _inverse(
-        self, group: dict[str, Any], squares: list[Tensor], out: list[Tensor], params: Sequence[Tensor]
+        self,
+        group: dict[str, Any],
+        squares: list[Tensor],
+        out: list[Tensor],
+        params: Sequence[Tensor],
+        block: Block | None = None,
+        floors: Tensor | None = None,
     ) -> list[Tensor]:
-        """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain."""
+        """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain; `floors` are those of a
+        block's tensors."""
         torch._foreach_copy_(out, squares)
-        torch._foreach_div_(out, max(1 - group["alpha"] ** group["averaged"], 1e-12))
-        self._root_with_floor(params, out, group["floor"])
+        torch._foreach_div_(out, self._correction(group))
+        if floors is None:
+            floors = self._floors(params, out, group["floor"])
+        self._root_with_floor(params, out, floors, block)
         return out
 
 
@@ -248,6 +271,7 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
     momentum_buffer: ClassVar[str] = "momentum_buffer"
     averages: ClassVar[tuple[str, ...]] = ("square_avg", "grad_avg", "window")
 
@@ -272,25 +296,29 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        inverse = self._kept(params)
+        averages = [self._buffers(params, name) for name in self.averages]
         if self._adapts(group):
             group["averaged"] += 1
-            self._estimate(params, grads, inverse)
-        squares = self._buffers(params, "square_avg")
-        torch._foreach_copy_(inverse, squares)
-        self._root_with_floor(params, inverse, group["floor"])  # 1/G
-
+            for block, scratch in self._parts(None, params, grads, *averages):
+                self._estimate(*block.lists[1:], scratch)
+        floors = self._floors(params, averages[0], group["floor"])
         momenta = self._buffers(params, self.momentum_buffer)
-        torch._foreach_mul_(momenta, 1 - group["friction"])
         factor = -group["lr"] * group["gradient_multiplier"]
-        self._add_quotients(momenta, grads, inverse, factor)
-        if noise is not None:
-            self._add_noise(group, momenta, noise, inverse, squares)
-        torch._foreach_add_(params, momenta)
+        for block, inverse in self._parts(noise, params, momenta, grads, averages[0]):
+            targets, velocities, gradients, squares = block.lists
+            torch._foreach_copy_(inverse, squares)
+            self._root_with_floor(params, inverse, floors, block)  # 1/G
+            torch._foreach_mul_(velocities, 1 - group["friction"])
+            self._add_quotients(velocities, gradients, inverse, factor)
+            if block.noise is not None:
+                self._add_noise(group, velocities, block.noise, inverse, squares)
+            torch._foreach_add_(targets, velocities)
 
-    def _estimate(self, params: list[Tensor], grads: list[Tensor], scratch: list[Tensor]) -> None:
+    @staticmethod
+    def _estimate(
+        grads: list[Tensor], squares: list[Tensor], means: list[Tensor], windows: list[Tensor], scratch: list[Tensor]
+    ) -> None:
         """Update V̂, ḡ and h by a gradient."""
-        squares, means, windows = (self._buffers(params, name) for name in self.averages)
         torch._foreach_copy_(scratch, windows)
         torch._foreach_add_(scratch, 1)
         torch._foreach_reciprocal_(scratch)
@@ -326,5 +354,5 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         inverse = [square.clone() for square in self._buffers(params, "square_avg")]
-        self._root_with_floor(params, inverse, self._group_of(params)["floor"])
+        self._root_with_floor(params, inverse, self._floors(params, inverse, self._group_of(params)["floor"]))
         return list(torch._foreach_reciprocal(inverse))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.noise import Block, NoiseBlocks, along
 from lightning_sgmcmc.samplers.rows import coefficients, compiled, sgld_step
 from lightning_sgmcmc.samplers.sampler import Sampler
 from lightning_sgmcmc.tensors import Control, along_first_axis, as_rows, square_root
@@ -38,18 +39,22 @@ class SGLD(Sampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        lr = group["lr"]
         if noise is not None and self._is_fused(params):
             assert self.num_data is not None
-            compiled(sgld_step)(params[0], grads[0], noise[0], *coefficients(group, params[0], self.num_data))
+            controls = coefficients(group, params[0], self.num_data)
+            for (rows, gradients), drawn, *_ in along(noise, params, grads):
+                compiled(sgld_step)(rows[0], gradients[0], drawn[0], *controls)
             return
-        self._add(params, grads, -lr * group["gradient_multiplier"])
-        if noise is not None:
-            self._add(params, noise, square_root(self._noise_variance(group)))
+        factor, scale = -group["lr"] * group["gradient_multiplier"], square_root(self._noise_variance(group))
+        for (targets, gradients), drawn, *_ in along(noise, params, grads):
+            self._add(targets, gradients, factor)
+            if drawn is not None:
+                self._add(targets, drawn, scale)
 
     def law(self, group: dict[str, Any]) -> StepLaw:
         return self.langevin_law(group)
@@ -130,7 +135,7 @@ class PreconditionedSampler(Sampler):
 
     @property
     def copies(self) -> int:
-        return super().copies + len(self.averages) + 1  # the last is scratch, see `_kept`
+        return super().copies + len(self.averages) + (0 if self._walks else 1)  # the last is scratch, see `_kept`
 
     def plan_note(self) -> str:
         name = type(self).__name__
@@ -172,6 +177,18 @@ class PreconditionedSampler(Sampler):
         torch._foreach_div_(noise, inverse)
         self._add(targets, noise, square_root(variance))
 
+    def _parts(
+        self, noise: "list[Tensor] | NoiseBlocks | None", params: list[Tensor], *lists: list[Tensor]
+    ) -> Iterable[tuple[Block, list[Tensor]]]:
+        """Return `params` and further lists of tensors with their noise and with scratch: as they are, or where a step
+        goes in blocks in these."""
+        if noise is None and self._walks:
+            noise = NoiseBlocks(self._noise, [], silent=True)
+        if isinstance(noise, NoiseBlocks):
+            blocks = noise.along(params, *lists)
+            return ((block, [torch.empty_like(part) for part in block.lists[0]]) for block in blocks)
+        return [(Block((params, *lists), noise), self._kept(params))]
+
     def _kept(self, params: list[Tensor]) -> list[Tensor]:
         """Return scratch tensors in the parameters' shapes, reused at every step and not part of the state."""
         scratch: dict[Tensor, Tensor] = self.__dict__.setdefault("_scratch", {})
@@ -180,18 +197,29 @@ class PreconditionedSampler(Sampler):
                 scratch[p] = torch.empty_like(p)
         return [scratch[p] for p in params]
 
-    def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float) -> None:
-        """Replace V̂ by √V̂ + floor·rms(√V̂) + 1e-8 in place, the rms over each tensor within each chain."""
+    def _floors(self, params: Sequence[Tensor], squares: list[Tensor], floor: float, divisor: float = 1.0) -> Tensor:
+        """Return floor·rms(√V̂) + 1e-8 of V̂ = V/divisor, the rms over each tensor within each chain, shape (C, T)."""
         flat = self._flat_group(params)
-        if flat is not None and out[0].device.type != "cpu":
-            floors = flat.means(out[0]).sqrt_().mul_(floor).add_(LEAST)
-            out[0].sqrt_().add_(flat.spread(floors))
-            return
-        each = self._each(params, out)
-        means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
-        floors = means.sqrt_().mul_(floor).add_(LEAST)
+        if flat is not None and squares[0].device.type != "cpu":
+            means = flat.means(squares[0])
+        else:
+            each = self._each(params, squares)
+            means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each], 1)
+        means = means if divisor == 1 else means.div_(divisor)
+        return means.sqrt_().mul_(floor).add_(LEAST)
+
+    def _root_with_floor(
+        self, params: Sequence[Tensor], out: list[Tensor], floors: Tensor, block: Block | None = None
+    ) -> None:
+        """Replace V̂ by √V̂ + the floor of each tensor in place, in whole tensors or in the parts of a block."""
         torch._foreach_sqrt_(out)
-        for tensor, own in zip(each, floors, strict=True):
+        flat = self._flat_group(params)
+        if flat is not None:
+            flat.add_to_each(out[0], floors, 0 if block is None else block.offset)
+            return
+        places = range(len(out)) if block is None or block.places is None else block.places
+        for tensor, place in zip(out, places, strict=True):
+            own = floors[:, place]
             tensor.add_(along_first_axis(own, tensor.dim()) if self.num_chains > 1 else own[0])
 
 
@@ -230,6 +258,7 @@ class pSGLD(PreconditionedSampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -254,23 +283,21 @@ class pSGLD(PreconditionedSampler):
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        lr = group["lr"]
-        squares = self._average_squares(group, params, grads, group["alpha"])
-        inverse = self._kept(params)
-        torch._foreach_copy_(inverse, squares)
-        torch._foreach_sqrt_(inverse)
-        torch._foreach_add_(inverse, group["eps"])  # 1/G
-
-        factor = -lr * group["gradient_multiplier"]
-        self._add_quotients(params, grads, inverse, factor)
-        if noise is not None:
+        averaged = self._average_squares(group, params, grads, group["alpha"])
+        factor, scale = -group["lr"] * group["gradient_multiplier"], square_root(self._noise_variance(group))
+        for ((targets, gradients, squares), drawn, *_), inverse in self._parts(noise, params, grads, averaged):
+            torch._foreach_copy_(inverse, squares)
             torch._foreach_sqrt_(inverse)
-            scale = square_root(self._noise_variance(group))
+            torch._foreach_add_(inverse, group["eps"])  # 1/G
+            self._add_quotients(targets, gradients, inverse, factor)
+            if drawn is None:
+                continue
+            torch._foreach_sqrt_(inverse)
             if isinstance(scale, Tensor):
-                torch._foreach_div_(noise, inverse)
-                self._add(params, noise, scale)
+                torch._foreach_div_(drawn, inverse)
+                self._add(targets, drawn, scale)
             else:
-                torch._foreach_addcdiv_(params, noise, inverse, scale)
+                torch._foreach_addcdiv_(targets, drawn, inverse, scale)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         inverse = torch._foreach_sqrt(self._buffers(params, "square_avg"))
@@ -316,6 +343,7 @@ class AdamSGLD(PreconditionedSampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
     averages: ClassVar[tuple[str, ...]] = ("square_avg", "grad_avg")
 
     def __init__(
@@ -342,19 +370,19 @@ class AdamSGLD(PreconditionedSampler):
     ) -> None:
         decay, multiplier = group["betas"][0], group["gradient_multiplier"]
         group["updates"] += 1
-        squares = self._average_squares(group, params, grads, group["betas"][1])
+        averaged = self._average_squares(group, params, grads, group["betas"][1])
         means = self._buffers(params, "grad_avg")
         if isinstance(multiplier, Tensor) or multiplier != 1:
             torch._foreach_mul_(means, decay)
             self._add(means, grads, (1 - decay) * multiplier)
         else:
             torch._foreach_lerp_(means, grads, 1 - decay)
-        inverse = self._inverse(group, squares, self._kept(params))  # 1/G
-
-        factor = -(group["lr"] / (1 - decay ** group["updates"]))
-        self._add_quotients(params, means, inverse, factor)
-        if noise is not None:
-            self._add_scaled_noise(params, noise, inverse, self._noise_variance(group))
+        factor, variance = -(group["lr"] / (1 - decay ** group["updates"])), self._noise_variance(group)
+        for ((targets, drifts, squares), drawn, *_), scratch in self._parts(noise, params, means, averaged):
+            inverse = self._inverse(group, squares, scratch)  # 1/G
+            self._add_quotients(targets, drifts, inverse, factor)
+            if drawn is not None:
+                self._add_scaled_noise(targets, drawn, inverse, variance)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         squares = self._buffers(params, "square_avg")

@@ -44,6 +44,7 @@ class SGNHT(Sampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 

@@ -76,6 +76,7 @@ class UnderdampedLangevin(Sampler):
     """
 
     elementwise: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
@@ -119,7 +120,7 @@ class UnderdampedLangevin(Sampler):
         step, friction, integrator = group["lr"], group["friction"], self._integrator(group)
         momenta = self._buffers(params, self.momentum_buffer)
         drag = self.extra_drag(momenta) if self.extra_drag is not None else None
-        xi, zeta = (None, None) if noise is None else (noise[: len(params)], noise[len(params) :])
+        xi, zeta = (noise[: len(params)], noise[len(params) :]) if isinstance(noise, list) else (noise, None)
         if integrator == "euler":
             self._add(params, momenta, step)
             self._scale(momenta, 1 - step * friction)

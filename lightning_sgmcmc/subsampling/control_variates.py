@@ -14,7 +14,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.chains.energies import Densities, weighed
 from lightning_sgmcmc.chains.execution import evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.chains.schedule import is_warming_up
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_logged, log_cost
+from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import pass_over_data
@@ -385,7 +385,7 @@ class ControlVariates(SnapshotCallback):
 
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().check(trainer, module)
-        if any(isinstance(callback, VarianceReducedEnergy) for callback in callbacks_of(trainer)):
+        if instances_of(trainer, VarianceReducedEnergy):
             raise ValueError(
                 "ControlVariates and VarianceReducedEnergy would each take a snapshot and pass over all data: use "
                 "ControlVariates(energy=True), which corrects both from one snapshot"

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.callback import ChainSizes, Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_logged, log_cost, log_scalars
+from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.subsampling.control_variates import ControlVariates, Snapshot, SnapshotCallback, rows_of
@@ -299,18 +299,17 @@ class CovarianceFriction(SnapshotCallback):
 
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         super().check(trainer, module)
-        callbacks = callbacks_of(trainer)
         if layout_of(trainer, module.num_chains).ranks_per_chain > 1:
             raise ValueError(
                 "CovarianceFriction compares the gradients of batches, but data-parallel ranks share each batch here: "
                 "use one rank per chain, strategy='chains'"
             )
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        if instances_of(trainer, GradientAccumulationScheduler):
             raise ValueError(
                 "CovarianceFriction needs batches of one size, but a GradientAccumulationScheduler changes it: set "
                 "the trainer's accumulate_grad_batches instead"
             )
-        if any(isinstance(callback, ControlVariates) for callback in callbacks):
+        if instances_of(trainer, ControlVariates):
             raise ValueError(
                 "CovarianceFriction cancels the noise of uniform batches, but ControlVariates reduces that noise, so "
                 "the friction would be too large: remove one of them"

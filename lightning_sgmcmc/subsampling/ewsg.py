@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.trainer import callbacks_of, is_logged, log_cost, log_scalars
+from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.samplers import Sampler, StepLaw
 from lightning_sgmcmc.seeding import derive_seed
@@ -172,7 +172,7 @@ class EWSG(StepClaimant):
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         if self.num_proposals == 0:
             return
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+        if instances_of(trainer, GradientAccumulationScheduler):
             raise ValueError(
                 "EWSG uses the batches of a step as candidates, but a GradientAccumulationScheduler changes their "
                 "number: set the trainer's accumulate_grad_batches instead"

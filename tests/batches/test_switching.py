@@ -40,7 +40,7 @@ def test_the_data_are_split_once_into_equal_batches(num_data: int, batch: int, r
 
 def test_every_chain_and_seed_has_its_own_split_and_switching() -> None:
     made = [order(), order(chain=1), SwitchingOrder(OrderSpec(NUM_DATA, BATCH, 4), switching_time=1.0, time_step=0.02)]
-    splits = [one._batches for one in made]
+    splits = [one._split[range(NUM_DATA)] for one in made]
     paths = [states(one, 300) for one in made]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert not torch.equal(splits[a], splits[b])

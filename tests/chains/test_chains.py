@@ -26,7 +26,9 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.datamodules import TensorBatches
+from lightning_sgmcmc.samplers import noise
 from tests.support.comparisons import assert_same, check_law
 from tests.support.problems import CHAINS, ConjugateRegression, Data, Decoded, Net, data
 from tests.support.recorders import Draws, Each
@@ -48,6 +50,32 @@ def test_each_chain_is_bit_for_bit_the_chain_alone(options: dict[str, Any], trai
     for chain in range(CHAINS):
         alone = fit_chains(seeded(lambda: Net(1, **options)), strategy=OneOfMany(chain, CHAINS), **trainer)
         assert_same(alone, [sample for sample in together if sample.chain == chain])
+
+
+class Skipping(Net):
+    """A network that leaves a parameter out every fourth time."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls % 4 else self.net(x)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("make", [Net, Skipping])
+def test_large_chains_save_memory_and_make_the_same_steps(
+    make: Any, accumulated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their noise is drawn in blocks, and each gradient goes to the rows as it arrives."""
+    right = fit_chains(seeded(lambda: make(CHAINS)), accumulate_grad_batches=accumulated)
+    monkeypatch.setattr(noise, "WHOLE", 300)
+    monkeypatch.setattr(noise, "ON_CPU", 32 * CHAINS)
+    received = []
+    receive = StackedChains.receive
+    monkeypatch.setattr(StackedChains, "receive", lambda self, flat: received.append(flat) or receive(self, flat))
+    assert_same(right, fit_chains(seeded(lambda: make(CHAINS)), accumulate_grad_batches=accumulated))
+    assert any(flat is not None for flat in received) == (accumulated == 1)
 
 
 def test_chains_differ_in_start_batches_and_noise() -> None:
@@ -253,7 +281,7 @@ def test_gradients_that_a_cuda_graph_would_overwrite_are_added_up() -> None:
     class Kept(Net):
         def on_train_start(self) -> None:
             assert self.chains.energies is not None
-            self.chains.energies._replays = True
+            self.chains.energies.replays = True
 
     def run(model: Any) -> list[PosteriorSample]:
         module = seeded(lambda: model(2, chain_execution="vmap"))

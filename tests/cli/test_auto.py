@@ -69,6 +69,7 @@ RECIPES = sorted(Path(RECIPE).parent.glob("*.yaml"))
 CONFIGURATIONS = [path for path in RECIPES if "\ntrainer:" in path.read_text()]
 
 
+@pytest.mark.by_default("digits_auto", "posterior", "contour")  # `RECIPE` is started below
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_every_configuration_of_the_project_samples_by_itself(path: Path) -> None:
     """What changes the chain is replaced, so that no two callbacks claim the same part of a step."""
@@ -84,6 +85,7 @@ def test_other_yaml_files_of_recipes_are_refused_before_anything_is_made(capsys:
     assert sorted(Path.cwd().rglob("*")) == before
 
 
+@pytest.mark.by_default("ControlVariates", "MCDropout")
 @pytest.mark.parametrize(
     ("added", "words"),
     [

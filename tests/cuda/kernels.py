@@ -54,9 +54,6 @@ SEVERAL = {
     "masked_scatter": 2,
     "slice_scatter": 2,
     "select_scatter": 2,
-    "cumsum": 2,
-    "cumprod": 2,
-    "logcumsumexp": 2,
     "sort": 4,
     "argsort": 4,
     "topk": 3,
@@ -78,6 +75,8 @@ SEVERAL = {
 CAT_BATCH = 128
 FOREACH_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 """The most tensors of a list in one launch of CUDA's foreach kernels, by the number of lists."""
+SCANS, SCANNED = ("cumsum", "cumprod", "logcumsumexp"), 1024
+"""Scans of rows, in which a block of threads takes so many numbers at a time, for about what a launch costs."""
 FOREACH_BLOCKS, FOREACH_CHUNK = 320, 65_536
 
 REDUCTIONS = (
@@ -137,6 +136,8 @@ def launches(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         return 0
     if bare in ("cat", "stack"):
         return max(1, ceil(len(args[0]) / CAT_BATCH))
+    if bare in SCANS:
+        return 2 + args[0].shape[args[1]] // SCANNED
     if bare == "index_put" and (kwargs.get("accumulate") or (len(args) > 3 and args[3])):
         return 6
     if name == "convolution_backward":

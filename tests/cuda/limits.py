@@ -34,9 +34,9 @@ LAUNCHES = {
     "pSGLD": 29,
     "SGNHT": 34,
     "UnderdampedLangevin": 25,
-    "pSGHMC": 48,
+    "pSGHMC": 45,
     "AdamSGLD": 30,
-    "ScaleAdaptedSGHMC": 45,
+    "ScaleAdaptedSGHMC": 42,
     "UnderdampedLangevin, obabo": 26,
     "UnderdampedLangevin, ubu": 27,
     "AMAGOLD, tested": 106,  # the step that begins a trajectory and copies the state

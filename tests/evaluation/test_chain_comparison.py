@@ -1,5 +1,6 @@
 """What is said of chains beside each other."""
 
+import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from lightning_sgmcmc.diagnostics.draws import ChainGrid
 from lightning_sgmcmc.evaluation.comparison import ChainComparison, chain_rows, prediction_diagnostics
 from tests.support.problems import Data, Net, data
 from tests.support.trainers import quiet_trainer, seeded
-from tests.support.wandb_records import contained, finished_records, wandb_row
 
 arviz = pytest.importorskip("arviz")
 
@@ -81,10 +81,10 @@ def test_prediction_diagnostics_take_the_worst() -> None:
     assert ChainGrid.of_chains([0, 1, 0]).arrange(np.arange(3.0)).tolist() == [[2.0], [1.0]]
 
 
-def test_a_run_with_chains_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scalars at W&B, the picture and the table in the run's folder; a resumed run says the same."""
+def test_a_run_with_chains_shows_them(tmp_path: Path) -> None:
+    """Scalars of the logger, the picture and the table in the run's folder; a resumed run says the same."""
     from pytorch_lightning.callbacks import ModelCheckpoint
-    from pytorch_lightning.loggers import WandbLogger
+    from pytorch_lightning.loggers import CSVLogger
 
     def run(ckpt_path: Path | None, **options: Any) -> tuple[Any, PosteriorDashboard]:
         dashboard = PosteriorDashboard(figures=["chains", "tables"])
@@ -104,8 +104,7 @@ def test_a_run_with_chains_shows_them(tmp_path: Path, monkeypatch: pytest.Monkey
         trainer.fit(seeded(lambda: Net(3)), datamodule=Data(), ckpt_path=ckpt_path)
         return trainer, dashboard
 
-    contained(monkeypatch, tmp_path)
-    logger = WandbLogger(save_dir=str(tmp_path), offline=True)
+    logger = CSVLogger(tmp_path)
     trainer, _ = run(None, logger=logger)
     rows = [line.split(",") for line in next(tmp_path.rglob("chain_table.csv")).read_text().splitlines()]
     assert [row[0] for row in rows] == ["chain", "0", "1", "2", "all"]
@@ -114,12 +113,8 @@ def test_a_run_with_chains_shows_them(tmp_path: Path, monkeypatch: pytest.Monkey
     assert float(trainer.callback_metrics["val/chain_disagreement"]) > 0
     evaluation = trainer.lightning_module.evaluations["val"]
     expected = chain_rows(evaluation.chains.chains, [r.energy for r in trainer.lightning_module.posterior.records])
-    import wandb
-
-    wandb.finish()
-    (path,) = tmp_path.glob("**/*.wandb")
-    rows_logged = [wandb_row(record) for record in finished_records(path) if record.HasField("history")]
-    logged = {name: value for row in rows_logged for name, value in row.items()}
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        logged = {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
     assert logged["chains/rhat_energy"] == pytest.approx(expected[-1].diagnostics.rhat)
     assert {"chains/ess_bulk_prediction", "chains/ess_tail_energy", "sampler/energy_chain_2"} <= set(logged)
     resumed, _ = run(tmp_path / "step=24.ckpt")

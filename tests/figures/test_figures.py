@@ -178,6 +178,7 @@ def test_the_smallest_runs_are_drawn_without_a_warning(make: Callable[[], Any]) 
     draw(make())
 
 
+@pytest.mark.by_default("4.0-above", "8.0-below")
 @pytest.mark.parametrize("place", ["above", "below"])
 @pytest.mark.parametrize("width", [4.0, 8.0])
 def test_a_legend_of_long_names_stays_within_the_figure(place: str, width: float) -> None:

@@ -87,13 +87,18 @@ def bayesian() -> BayesianModule:
     return BayesianModule(nn.Linear(2, 2), Categorical(), lr=0.01, num_chains=2)
 
 
-def state_of(trainer: Any) -> dict[str, Any]:
-    """Return what a fit changes for its time, in the trainer and in the process."""
+def state_of(trainer: Any, before: list[threading.Thread]) -> dict[str, Any]:
+    """Return what a fit changes for its time, in the trainer and in the process.
+
+    Args:
+        trainer: after a fit.
+        before: the threads that were there before the trainer.
+    """
     bar, loop = trainer.progress_bar_callback, trainer.fit_loop.epoch_loop
     hidden = [(type(c).__name__, name) for c in trainer.callbacks for name in vars(c) if vars(c)[name] is None]
     return {
         "workers": len(multiprocessing.active_children()),
-        "threads": [thread.name for thread in threading.enumerate() if not _is_left(thread)],
+        "threads": [thread.name for thread in threading.enumerate() if thread not in before and _runs_on(thread)],
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "profile": (sys.getprofile(), sys.gettrace()),
         "bar": [name for name in vars(bar) if name in ("get_metrics", "_get_train_description")],
@@ -105,16 +110,18 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _is_left(thread: threading.Thread) -> bool:
-    """Return whether a thread is the main one or tqdm's, or is ending."""
-    if thread is not threading.main_thread() and not isinstance(thread, TMonitor):
-        thread.join(5)
-    return thread is threading.main_thread() or isinstance(thread, TMonitor) or not thread.is_alive()
+def _runs_on(thread: threading.Thread) -> bool:
+    """Return whether a thread is none of tqdm's and does not end soon."""
+    if isinstance(thread, TMonitor):
+        return False
+    thread.join(5)
+    return thread.is_alive()
 
 
 def again(module: Any, callbacks: list[pl.Callback], workers: int, folder: Path, ours: bool) -> dict[str, Any]:
     """Fit, which fails, and fit anew with more data and epochs by the same trainer; return the states after both."""
     saver = pl.callbacks.ModelCheckpoint(folder, save_last=True)
+    before = threading.enumerate()
     trainer = pl.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -134,11 +141,11 @@ def again(module: Any, callbacks: list[pl.Callback], workers: int, folder: Path,
 
     with pytest.raises((RuntimeError, SystemExit)):
         fit(8)
-    found = {f"after the failure: {name}": value for name, value in state_of(trainer).items()}
+    found = {f"after the failure: {name}": value for name, value in state_of(trainer, before).items()}
     found["steps of the failure"] = trainer.global_step
     trainer.fit_loop.max_epochs = SECOND_EPOCHS
     fit(24 // SECOND_BATCHES)
-    found |= {f"after the next fit: {name}": value for name, value in state_of(trainer).items()}
+    found |= {f"after the next fit: {name}": value for name, value in state_of(trainer, before).items()}
     return found | {"steps": trainer.global_step, "epochs": trainer.current_epoch}
 
 

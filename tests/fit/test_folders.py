@@ -111,11 +111,13 @@ RELATIVE: dict[str, Kind] = {
 
 
 def cases(kinds: dict[str, Kind]) -> list[Any]:
-    """Return each kind, and those that save checkpoints again with Ctrl-C; W&B, which takes ten seconds, is slow."""
+    """Return each kind, and those that save checkpoints again with Ctrl-C, which is slow but for one, as is W&B."""
     slow = {"WandbLogger": [pytest.mark.slow]}
     whole = [pytest.param(kind, False, id=kind, marks=slow.get(kind, [])) for kind in kinds]
     saving = [kind for kind in kinds if "Checkpoint" in kind]
-    return whole + [pytest.param(kind, True, id=f"{kind}, interrupted") for kind in saving]
+    marks: list[Any] = [[], *([pytest.mark.slow] for _ in saving[1:])]
+    again = zip(saving, marks, strict=True)
+    return whole + [pytest.param(kind, True, id=f"{kind}, interrupted", marks=mark) for kind, mark in again]
 
 
 @pytest.mark.parametrize(("kind", "interrupted"), cases(RELATIVE))

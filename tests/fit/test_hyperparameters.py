@@ -80,6 +80,7 @@ def saved(module: BayesianModule, path: Path) -> Path:
     return path / "a.ckpt"
 
 
+@pytest.mark.by_default("OfConfig", "OfArguments-dict", "OfArguments-nested", "OfArguments-OmegaConf]")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("cls", [OfConfig, OfArguments])
 def test_a_configuration_stays_whole_and_loads_back(cls: Any, name: str, tmp_path: Path) -> None:

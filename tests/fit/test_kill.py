@@ -17,8 +17,8 @@ from lightning_sgmcmc.fit.folder import newest_checkpoint
 from tests.support.comparisons import differences
 from tests.support.trainers import resumable_run
 
-# Every feature at once, in a run of about a second: 7 of the 8 batches of an epoch in windows of two, validation in
-# mid-window, dropout, BatchNorm, augmentation, a sample store and a running average.
+# Every feature at once, in runs of a second and of half of one: 7 of the 8 batches of an epoch in windows of two,
+# validation in mid-window, dropout, BatchNorm, augmentation, a sample store and a running average.
 LIMITED_BY_EPOCHS = {
     "max_epochs": 40,
     "limit_train_batches": 7,
@@ -27,6 +27,8 @@ LIMITED_BY_EPOCHS = {
     "gradient_clip_val": 1.0,
 }
 LIMITED_BY_STEPS = LIMITED_BY_EPOCHS | {"max_epochs": -1, "max_steps": 158}
+LONG = (LIMITED_BY_EPOCHS, LIMITED_BY_STEPS)
+SHORT = (LIMITED_BY_EPOCHS | {"max_epochs": 18}, LIMITED_BY_STEPS | {"max_steps": 70})
 
 
 class Newest(pl.Callback):
@@ -81,7 +83,9 @@ def saved(folder: Path) -> int:
     return len(list((folder / "checkpoints").glob("*.ckpt")))
 
 
-def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...] = ("memory",)) -> list[int]:
+def check_sequences(
+    tmp_path: Path, count: int, seed: int, runs: tuple[dict[str, Any], ...], kinds: tuple[str, ...] = ("memory",)
+) -> list[int]:
     """Check sequences until so many of them had two kills or more; return the kills of all."""
     dice = random.Random(seed)
     kills: list[int] = []
@@ -90,7 +94,7 @@ def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...
         assert len(kills) < 3 * count, f"too few kills: {kills}"
         number = len(kills)
         kind = kinds[number % len(kinds)]
-        options = (LIMITED_BY_EPOCHS, LIMITED_BY_STEPS)[number // len(kinds) % 2]
+        options = runs[number // len(kinds) % 2]
         key = (kind, options["max_epochs"])
         if key not in wholes:
             wholes[key] = resumable_run(tmp_path / f"whole-{kind}-{options['max_epochs']}", options, kind)
@@ -106,10 +110,10 @@ def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...
 
 
 def test_a_few_sequences_of_kills(tmp_path: Path) -> None:
-    check_sequences(tmp_path, 2, seed=1)
+    check_sequences(tmp_path, 2, 1, SHORT)
 
 
 @pytest.mark.slow
 def test_many_sequences_of_kills(tmp_path: Path) -> None:
-    kills = check_sequences(tmp_path, 27, seed=2, kinds=("memory", "workers 0", "workers 2"))
+    kills = check_sequences(tmp_path, 27, 2, LONG, kinds=("memory", "workers 0", "workers 2"))
     print(f"kills in each of {len(kills)} sequences: {kills}")

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,14 +186,31 @@ def test_csv(tmp_path: Path) -> None:
     }
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pl.loggers.CSVLogger, Path, Path]]:
+    """One fit with three loggers; yield the first one, TensorBoard's folder and W&B's records."""
     pytest.importorskip("tensorboard")
+    wandb = pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("logged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        contained(patch, folder)
+        csv_logger, board = pl.loggers.CSVLogger(folder / "csv"), pl.loggers.TensorBoardLogger(folder)
+        fit_with([pl.loggers.WandbLogger(save_dir=str(folder), offline=True, name="test"), csv_logger, board])
+        board.finalize("success")
+        wandb.finish()
+        (path,) = folder.glob("**/*.wandb")
+        yield csv_logger, Path(board.log_dir), path
+        wandb.teardown()
+
+
+def test_tensorboard(logged: tuple[pl.loggers.CSVLogger, Path, Path]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = pl.loggers.TensorBoardLogger(tmp_path)
-    fit_with(logger)
-    logger.finalize("success")
-    events = EventAccumulator(logger.log_dir, size_guidance={"images": 0, "tensors": 0, "scalars": 0, "histograms": 0})
+    _, folder, _ = logged
+    events = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0, "scalars": 0, "histograms": 0})
     events.Reload()
     check([{name: event.value} for name in events.Tags()["scalars"] for event in events.Scalars(name)])
     assert set(events.Tags()["images"]) == FIGURES
@@ -208,7 +226,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     text = events.Tensors("posterior/sample_table/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0].startswith("| step | chain | cycle | energy | log_weight | accuracy |")
     assert len(text.splitlines()) == 6
-    check_settings(yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()))
+    check_settings(yaml.safe_load((folder / "hparams.yaml").read_text()))
     settings = events.Tensors("run/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert all(f"| {name} | {value} |" in settings for name, value in SETTINGS.items())
 
@@ -219,14 +237,9 @@ def test_no_logger(tmp_path: Path) -> None:
     check_files(tmp_path / "sgmcmc")
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(logged: tuple[pl.loggers.CSVLogger, Path, Path]) -> None:
     """Every scalar, figure, histogram and table is there, of W&B's own types, with its file on the disk."""
-    wandb = pytest.importorskip("wandb")
-    contained(monkeypatch, tmp_path)
-    csv_logger = pl.loggers.CSVLogger(tmp_path / "csv")
-    fit_with([pl.loggers.WandbLogger(save_dir=str(tmp_path), offline=True, name="test"), csv_logger])
-    wandb.finish()
-    (path,) = tmp_path.glob("**/*.wandb")
+    csv_logger, _, path = logged
     records = finished_records(path)
     history = [wandb_row(record) for record in records if record.HasField("history")]
     check(history)
@@ -256,9 +269,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of several loggers each gets everything, and the files go into the first one's folder.
     with open(Path(csv_logger.log_dir) / "metrics.csv") as file:
         check(list(csv.DictReader(file)))
-    (results,) = tmp_path.glob("**/results.json")
+    (results,) = path.parents[2].glob("**/results.json")
     check_files(results.parent)
-    wandb.teardown()
 
 
 @pytest.mark.parametrize("login", [None, "key", "mode", "offline argument"])

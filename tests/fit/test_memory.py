@@ -70,6 +70,8 @@ class Leak(pl.Callback):
 
 def growth(module: Plain, callbacks: list[pl.Callback]) -> Reading:
     """Return by how much the alive things have grown between the two steps of a fit."""
+    gc.collect()
+    gc.freeze()  # what other tests left alive is not counted
     readings = Readings()
     trainer = quiet_trainer(max_steps=LAST + 10, callbacks=[*callbacks, readings], log_every_n_steps=1000)
     trainer.fit(module, datamodule=Data())

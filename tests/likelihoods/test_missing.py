@@ -128,6 +128,7 @@ def test_missing_targets_run_for_all_chains_at_once(name: str) -> None:
     torch.testing.assert_close(together, alone)
 
 
+@pytest.mark.by_default("-2]", "Gaussian-1]", "tokens-1]", "own-1]")
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_evaluations_are_those_of_the_observed_data(name: str, chains: int) -> None:

@@ -254,7 +254,6 @@ def test_many_damaged_folders(
 
 
 def _try_all(kind: str, seeds: range, sound: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     run = folder / "case" / "run"
     monkeypatch.syspath_prepend(run)  # the store's folder could be imported, as from a working directory
     monkeypatch.syspath_prepend(run / "samples")

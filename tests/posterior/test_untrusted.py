@@ -297,7 +297,6 @@ PAIRS = list(zip("abcdefghijklmnopqrst", "bcdefghijklmnopqrstu", strict=True))
 
 def test_a_limit_costs_the_same_for_any_number_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest's lines are written a bounded number of times for each sample, and only the newest are kept."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     written: list[int] = []
 
     def write(model: Any, run: Any, records: Any, *rest: Any) -> bytes:

@@ -1,6 +1,7 @@
 """The report of a run, opened in a real browser."""
 
 import base64
+import functools
 import html
 import io
 import json
@@ -30,11 +31,6 @@ HOSTILE = "<img src=x onerror=alert(1)></style><script>alert(2)</script>\"'&"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium to open the page in")
 WIDTHS = (400, 1200)
-
-
-@pytest.fixture(autouse=True)
-def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 class Page(HTMLParser):
@@ -118,8 +114,12 @@ def check_layout(page: Path, folder: Path) -> None:
         assert found["rows"] == expected.values("th", "scope").count("row")
 
 
-def picture(path: Path) -> None:
-    figures.energy_figure([1, 2], [3.0, 4.0], [2], [4.0]).savefig(path)
+@functools.cache
+def picture() -> bytes:
+    """Return a PNG file's content."""
+    file = io.BytesIO()
+    figures.energy_figure([1, 2], [3.0, 4.0], [2], [4.0]).savefig(file)
+    return file.getvalue()
 
 
 def energy(chain: int, draw: int, shift: float) -> float:
@@ -157,8 +157,8 @@ def made_run(folder: Path, chains: int = 3, draws: int = 12, shift: float = 0.0,
     for name, content in (("results", results), ("history", history), ("health", health)):
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "hparams.yaml").write_text("lr: 0.2\nsampler: SGHMC\n")
-    picture(folder / "reliability.png")
-    picture(folder / "something_new.png")
+    for name in ("reliability.png", "something_new.png"):
+        (folder / name).write_bytes(picture())
     return folder
 
 

@@ -57,6 +57,22 @@ def test_another_gpu_is_named_on_resume(monkeypatch: pytest.MonkeyPatch) -> None
         resumed.draw()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_of_a_step_are_pieces_of_one_long_call(dtype: torch.dtype) -> None:
+    """Multiples of 16 keep torch's numbers on a CPU, if the last piece has 16 at least."""
+    for count in (64, 65, 79, 80, 81, 95, 96, 1000):
+        generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+        whole = torch.empty(count, dtype=dtype).normal_(generator=generators[0])
+        pieces = torch.empty(count, dtype=dtype)
+        start = 0
+        while start < count:
+            stop = start + 48 if count - start - 48 >= noise.TOGETHER else count
+            pieces[start:stop].normal_(generator=generators[1])
+            start = stop
+        assert torch.equal(whole, pieces)
+        assert torch.equal(*(generator.get_state() for generator in generators))
+
+
 def test_noise_is_standard_normal() -> None:
     """Mean and variance of 400,000 numbers within 5 standard errors: a false alarm has probability 1e-6."""
     views = ChainNoise([torch.zeros(400_000)], 1, seed=0, ahead=True).draw()

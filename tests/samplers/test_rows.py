@@ -19,6 +19,7 @@ from lightning_sgmcmc.samplers import (
     Sampler,
     ScaleAdaptedSGHMC,
     UnderdampedLangevin,
+    noise,
     pMCLMC,
     pSGHMC,
     pSGLD,
@@ -199,5 +200,79 @@ def test_means_of_the_parameters_columns() -> None:
         rows = torch.rand(3, group.values.shape[1], generator=torch.Generator().manual_seed(0))
         expected = torch.stack([piece.reshape(3, -1).mean(1) for piece in group.pieces(rows)], 1)
         torch.testing.assert_close(group.means(rows), expected)
-        for column, piece in zip(expected.unbind(1), group.pieces(group.spread(expected)), strict=True):
+        sums = torch.zeros_like(rows)
+        group.add_to_each(sums, expected)
+        for column, piece in zip(expected.unbind(1), group.pieces(sums), strict=True):
             assert torch.equal(piece.reshape(3, -1), column[:, None].expand(3, piece[0].numel()))
+        part = torch.zeros_like(rows[:, 3:9])
+        group.add_to_each(part, expected, 3)
+        assert torch.equal(part, sums[:, 3:9])
+
+
+# -- noise in blocks ---------------------------------------------------------------------------------------------------
+
+
+def in_blocks(monkeypatch: pytest.MonkeyPatch, chains: int) -> None:
+    """Let noise of more than 100 numbers be drawn in blocks of 32 columns."""
+    monkeypatch.setattr(noise, "WHOLE", 100)
+    monkeypatch.setattr(noise, "ON_CPU", 32 * chains)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_noise_in_blocks_makes_the_same_steps(
+    rule: Any, chains: int, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, but for the order of a sum in pSGHMC: with groups, a held row, a tensor without a gradient, steps
+    without noise, and momenta that are drawn."""
+    monkeypatch.setattr("tests.samplers.test_rows.SHAPES", [(9, 7), (4,), (17, 5), (), (3,)])
+    samplers = []
+    for blocks in (False, True):
+        if blocks:
+            in_blocks(monkeypatch, chains)
+        sampler = made(rule, chains, flat, noise_ahead=None)
+        assert sampler._noise.is_large == (blocks and sampler.draws == 1)
+        first = parameters_of(sampler)[0]
+        sampler.hold({first: 2})
+        push(sampler, 2)
+        sampler.draw_momenta()
+        sampler.set_control("temperature", torch.linspace(0.5, 1, chains))
+        sampler.set_control("lr", torch.linspace(0.01, 0.02, chains))
+        push(sampler, 2, first=2)
+        if sampler.has_cold_limit:
+            sampler.param_groups[0]["temperature"] = 0.0
+            push(sampler, 2, first=4)
+            sampler.set_control("temperature", 0.0)
+            push(sampler, 2, first=6)
+        sampler.set_control("temperature", 1.0)
+        push(sampler, 2, first=8)
+        if not flat:
+            first.grad = None
+            sampler.step()
+        assert sampler._noise.in_blocks == sampler._noise.is_large
+        samplers.append(sampler)
+    whole, pieces = samplers
+    if rule is pSGHMC:
+        for a, b in zip(parameters_of(whole), parameters_of(pieces), strict=True):
+            torch.testing.assert_close(a, b)
+    else:
+        assert_same(whole, pieces)
+    states = (one.state_dict()["sampler"]["noise"]["generators"] for one in samplers)
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_a_rule_of_a_users_own_gets_its_noise_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_blocks(monkeypatch, 1)
+
+    class Own(SGLD):
+        def update(self, group: Any, params: Any, grads: Any, noise: Any) -> None:
+            assert all(one.shape == p.shape for one, p in zip(noise, params, strict=True))
+            super().update(group, params, grads, noise)
+
+    monkeypatch.setattr("tests.samplers.test_rows.SHAPES", [(40, 3), (4,), (2, 4), ()])
+    own, plain = made(Own, 1), made(SGLD, 1)
+    push(own, 3)
+    push(plain, 3)
+    assert_same(own, plain)
+    assert (own._noise.in_blocks, plain._noise.in_blocks) == (False, True)
