@@ -20,6 +20,7 @@ from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.fit.blocks import has_blocks
 from lightning_sgmcmc.fit.checks import warn_of_other_loss
 from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
@@ -363,6 +364,7 @@ class BayesianModule(ChainModel):
         self.contour = None
         chains.seeds.ensure(self._trainer)
         made = chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
+        chains.traces = has_blocks(self.trainer, self)
         chains.flatten(made, self.trainer)
         return made
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,8 +17,16 @@ from lightning_sgmcmc.chains.execution import free_graphs, state_of
 from lightning_sgmcmc.chains.layout import ChainLayout, FitSeeds, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
-from lightning_sgmcmc.chains.state import Accumulation, Claims, Counters, ObservedEnergy, Progress, Pulse, SampleTags
-from lightning_sgmcmc.chains.traced import Form, form_of
+from lightning_sgmcmc.chains.state import (
+    Accumulation,
+    Claims,
+    Counters,
+    ObservedEnergy,
+    Progress,
+    Pulse,
+    SampleTags,
+    StepEnergy,
+)
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
@@ -94,8 +101,8 @@ class Chains:
         self.num_data_is_given = False
         self.claims = Claims()
         self.flat: FlatParameters | None = None
-        self.form: Form | None = None
-        """How the energies of a fit of a small network are computed; None is operation by operation."""
+        self.traces = False
+        """Whether a fit's energies and their gradient are computed by traced operations, see `ChainEnergies.traced`."""
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
@@ -222,22 +229,21 @@ class Chains:
     @property
     def execution(self) -> Execution:
         """How chains are computed on the model's device; "auto" is all at once in the faster way."""
-        loops = self._execution == "auto" and self.model.device.type == "cpu" and self.form is None
+        loops = self._execution == "auto" and self.model.device.type == "cpu" and not self.traces
         return "loop" if loops else self._execution
+
+    @property
+    def chosen_execution(self) -> Execution:
+        """What the user has chosen of how chains are computed."""
+        return self._execution
 
     def begin_energies(self, trainer: pl.Trainer) -> None:
         """Choose how the chains' energies are computed, when a fit begins."""
         self.sharing.set_evaluating()
         num_data, flat = self.observed.num_data, self.flat
+        self.traces = self.traces and flat is not None
         self.energies = ChainEnergies(
-            self.model,
-            self.stacked,
-            self.execution,
-            self.compiled,
-            num_data,
-            self.trainable,
-            flat,
-            None if flat is None else self.form,
+            self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat, self.traces
         )
         first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
@@ -271,6 +277,29 @@ class Chains:
             keeps_each=self.observed.keeps_each,
             weigh=partial(self.weights.factor, batch_idx, self.accumulation.candidates),
         )
+        return self._recorded(step, batch_idx, trainer)
+
+    def take_gradient(self, batch: Any, batch_idx: int, trainer: pl.Trainer, checks: bool) -> Tensor:
+        """Compute the gradient of Σ_c Ũ_c/N by traced operations, and record the energies; return the loss."""
+        assert self.energies is not None
+        assert self.weights is not None
+        assert self.flat is not None
+        weigh = partial(self.weights.factor, batch_idx)
+        step, gradient = self.energies.traced(batch, self.observed.keeps_each, weigh, checks)
+        self.flat.set_gradients(gradient)
+        return self._recorded(step, batch_idx, trainer)
+
+    def stop_tracing(self, trainer: pl.Trainer) -> None:
+        """Compute the energies operation by operation from the coming step on."""
+        first, weights = self.energies and self.energies.first_batches, self.weights
+        self.traces = False
+        self.begin_energies(trainer)
+        assert self.energies is not None
+        self.energies.first_batches, self.weights = first, weights
+
+    def _recorded(self, step: StepEnergy, batch_idx: int, trainer: pl.Trainer) -> Tensor:
+        """Record a micro-batch's energies; return its loss."""
+        assert self.weights is not None
         self.weights.add(step.batch_size, batch_idx)
         self.pulse.count += 1
         self.counters.gradient_evaluations += step.batch_size * self.layout.ranks_per_chain
@@ -296,10 +325,9 @@ class Chains:
         """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it: with
         several chains, and with a compiled network on a GPU."""
         self.unflatten(sampler)
-        self.form = self._form(trainer)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
-        gains = self.stacked is not None or fused or self.form is not None
+        gains = self.stacked is not None or fused or self.traces
         # A data-parallel wrapper has gradients of its own.
         gains = gains and not _is_wrapped(trainer)
         if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
@@ -307,15 +335,6 @@ class Chains:
             accumulates = trainer.accumulate_grad_batches > 1
             if self.stacked is not None and not self._arrive_in_rows and self.flat.is_large and not accumulates:
                 self.stacked.receive(self.flat)
-
-    def _form(self, trainer: pl.Trainer) -> Form | None:
-        """Return the form of the energies that pays in a fit; several processes keep the bits of one chain alone."""
-        plain = type(trainer.precision_plugin) is Precision and trainer.world_size == 1
-        chosen = self.compiled == "auto" and self._execution in ("auto", "vmap") and not self.model._compiled_net
-        if not plain or not chosen or self.model.device.type != "cpu":
-            return None
-        numbers = sum(tensor.numel() for tensor in self.trainable.values())
-        return form_of(self.model, numbers, self.num_chains, trainer.estimated_stepping_batches)
 
     def unflatten(self, sampler: Sampler | None) -> None:
         """Give the sampled parameters memory of their own, at a fit's end."""

@@ -165,6 +165,12 @@ class FlatParameters:
         self.attach_gradients()
         self._is_clear = False
 
+    def set_gradients(self, rows: Tensor) -> None:
+        """Make numbers of shape (C, P) the parameters' gradients."""
+        self.gradients.copy_(rows)
+        self.attach_gradients()
+        self._is_clear = False
+
     def clear_gradients(self) -> None:
         """Let the next gradient replace the present ones."""
         for parameter in self.parameters:
