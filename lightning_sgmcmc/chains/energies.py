@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_alike
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.execution import (
     StatelessCall,
     convolutions_of,
@@ -28,6 +29,7 @@ from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
 from lightning_sgmcmc.priors.state import is_prior_state, prior_state
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
@@ -167,6 +169,16 @@ class ChainEnergies:
         if self._chains is None:
             potential, log_prior, each = potential[0], log_prior[0], each[0]
         return StepEnergy(potential, log_prior, each if keeps_each else None, size, loss, excess), gradient
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether some of the coming batches are looked at."""
+        return self.first_batches is not None and self.first_batches.is_looking
+
+    def compiled_steps(self, sampler: Sampler) -> CompiledSteps:
+        """Return what makes steps of these energies with a sampler whose state is in the rows."""
+        assert self._rows is not None
+        return self._rows.compiled_steps(sampler)
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -335,6 +347,10 @@ class RowEnergies:
         """Take another N, for data that grow."""
         self._num_data = num_data
         self._inverse.fill_(1 / num_data)
+
+    def compiled_steps(self, sampler: Sampler) -> CompiledSteps:
+        """Return what makes steps of these energies."""
+        return CompiledSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse)
 
     def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
         """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.

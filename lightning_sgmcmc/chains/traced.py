@@ -68,11 +68,11 @@ class TracedEnergies:
                 gradient, found = torch.func.grad(loss, has_aux=True)(values)
                 return gradient, *found
 
-            traced = self._known[key] = trace(energies, tensors, self._model)
+            traced = self._known[key] = trace(energies, tensors, self._model).forward
         return traced(*tensors)
 
 
-def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module) -> GraphModule:
     """Return a pure function of tensors as a list of operations; see `TracedEnergies`."""
     before = {part: dict(vars(part)) for part in model.modules()}
     try:
@@ -92,10 +92,11 @@ def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module)
         if changed:
             raise NotTraceableError(f"{type(part).__name__} sets its attribute {changed[0]!r}")
     check_pure(traced)
+    for node in traced.graph.nodes:
+        node.meta.clear()  # values of the trace, which a compiler would compare with its own
     traced.graph.eliminate_dead_code()
     traced.recompile()
-    found: Callable[..., tuple[Tensor, ...]] = traced.forward
-    return found
+    return traced
 
 
 def check_pure(traced: GraphModule) -> None:

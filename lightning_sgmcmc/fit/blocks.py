@@ -12,10 +12,11 @@ A run with a part that acts at every step, such as a user's callback with `on_tr
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
@@ -26,19 +27,28 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from lightning_sgmcmc.chains.callback import PlannedSchedule
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, can_be_compiled
+from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
+from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.samplers import Sampler
 
 LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
 LARGEST = 1_000_000
 """Sampled numbers of all chains above which a step's time is that of its arithmetic."""
+MOST, MOST_NUMBERS = 128, 2**22
+"""Steps of a block, and normal numbers that are drawn for it at once."""
+WORTH_COMPILING = 100_000
+"""Steps of a run from which compiled steps save more than their compilation, some 20 s."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which blocks save more than the seconds in which a step is traced."""
 
@@ -98,6 +108,9 @@ class StepBlocks:
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
         self._epoch = -1
+        self._compiled: CompiledSteps | None = None
+        self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
+        self._compiles = has_compiler() and trainer.estimated_stepping_batches >= WORTH_COMPILING
         self._loop = trainer.fit_loop.epoch_loop
         self._plain = self._loop.advance
         self._loop.advance = self._advance
@@ -119,44 +132,178 @@ class StepBlocks:
                 return
             loop.val_loop.increment_progress_to_evaluation_end()
         loop.val_loop.restarting = False
-        gather_rows(fetcher)
+        source = rows_of_pass(fetcher)
         begun = time.monotonic()
         while True:
+            late = time.monotonic() - begun > LONGEST
+            if source is not None and not late:
+                count, is_seen = self._free_steps()
+                if count > 1 or is_seen:
+                    if self._make_block(source, count, is_seen):
+                        return
+                    continue
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
-            if self._is_seen(index + 1) or (time.monotonic() - begun > LONGEST and self._shows(index + 1)):
+            if self._is_seen(index + 1) or (late and self._shows(index + 1)):
                 self._make_seen_step(batch, index)
                 return
             self._make_hidden_step(batch, index)
 
-    def _is_seen(self, coming: int) -> bool:
-        """Return whether Lightning sees the coming step, the epoch's so many-th."""
+    def _is_seen(self, coming: int, ahead: int = 0) -> bool:
+        """Return whether Lightning sees a step, the epoch's so many-th, so many steps ahead of the next."""
         trainer, loop = self._trainer, self._loop
-        step = trainer.global_step + 1
+        step = trainer.global_step + 1 + ahead
         if trainer.should_stop or trainer.received_sigterm or coming >= trainer.num_training_batches:
             return True
         if 0 <= trainer.max_steps <= step or any(every >= 1 and step % every == 0 for every in self._keepers):
             return True
-        if trainer.loggers and (loop._batches_that_stepped + 1) % log_interval(trainer) == 0:
+        if trainer.loggers and (loop._batches_that_stepped + 1 + ahead) % log_interval(trainer) == 0:
             return True
-        if trainer.enable_validation and _validates(trainer, loop, coming):
+        if trainer.enable_validation and _validates(trainer, loop, coming, ahead):
             return True
-        own = self._sampler.step_count + 1 - self._module.chains.progress.warm_steps
+        own = self._sampler.step_count + 1 + ahead - self._module.chains.progress.warm_steps
         return self._schedule is not None and own > 0 and self._schedule.draws(own)
 
     def _shows(self, coming: int) -> bool:
         """Return whether progress bars show the coming step."""
         return all(rate < 1 or coming % rate == 0 for rate in self._rates)
 
-    def _make_seen_step(self, batch: Any, index: int) -> None:
-        """Make a step with all that Lightning does around it."""
+    # -- compiled steps -----------------------------------------------------------------------------------------------
+
+    def _free_steps(self) -> tuple[int, bool]:
+        """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them."""
+        trainer, chains, sampler = self._trainer, self._module.chains, self._sampler
+        energies = chains.energies
+        ready = chains.traces and self._compiles and not self._checks() and not self._clip[0]
+        if not ready or chains.observed.keeps_each or energies is None or energies.is_looking:
+            return 0, False
+        if not can_be_compiled(sampler) or sampler._optimizer_step_post_hooks or chains.accumulation.candidates > 1:
+            return 0, False
+        coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
+        most = max(1, min(MOST, MOST_NUMBERS // (sampler.flat.values.numel() * max(1, sampler.draws))))
+        for ahead in range(most):
+            if any(callback.acts_in(first + ahead) for callback in self._acting):
+                return ahead, False
+            if self._is_seen(coming + ahead, ahead):
+                return ahead + 1, True
+        return most, False
+
+    def _checks(self) -> bool:
+        """Return whether the coming step compares traced energies with others: at the start of most epochs."""
+        epoch = self._trainer.current_epoch
+        return epoch != self._epoch and (epoch < 8 or epoch % 8 == 0)
+
+    def _make_block(self, source: "RowsOfPass", count: int, is_seen: bool) -> bool:
+        """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
+        Lightning has seen the last."""
+        chains, sampler = self._module.chains, self._sampler
+        assert chains.energies is not None
+        assert chains.weights is not None
+        controls, possible = self._controls(count)
+        count, is_seen = possible, is_seen and possible == count
+        index = self._loop.batch_idx + 1
+        factors = {chains.weights.factor(index + place) for place in range(count)}
+        batches, axis = source.take(count)
+        leaves, structure = [pytree.tree_leaves(batch) for batch in batches], pytree.tree_structure(batches[0])
+        energies, size = None, leaves[0][0].shape[0 if axis is None else 1]
+        if len(factors) == len({tuple([part.shape for part in own]) for own in leaves}) == 1:
+            energies = self._computed(leaves, structure, axis, factors.pop(), controls)
+        if energies is not None:
+            self._pass_over(count - is_seen, energies, size, index)
+        for place in range(count if energies is None else is_seen):
+            place = place if energies is None else count - 1
+            batch = batches[place] if axis is None else ChainBatches.of_stack(batches[place], chains.num_chains)
+            is_last = place + 1 == count
+            self._loop.batch_progress.is_last_batch = is_last and source.is_done
+            if not (is_last and is_seen):
+                self._make_hidden_step(batch, index + place)
+            else:
+                self._make_seen_step(batch, index + place, None if energies is None else energies[-1])
+        return is_seen
+
+    def _computed(
+        self, leaves: list[Any], structure: Any, axis: int | None, factor: float | None, controls: list[Controls]
+    ) -> Tensor | None:
+        """Make some steps by a compiled function, and return their energies; None if it cannot make them."""
+        sampler, energies, found = self._sampler, self._module.chains.energies, None
+        noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
+        if energies is None or len(noisy) > 1:
+            return None
+        states = sampler.noise_states()
+        try:
+            if self._compiled is None:
+                self._compiled = energies.compiled_steps(sampler)
+            noise = sampler.next_noise(len(leaves)) if noisy == {True} else None
+            found = self._compiled.run(leaves, structure, axis, factor, noise, controls)
+        except NotTraceableError as error:
+            self._compiles = False
+            rank_zero_info(f"The steps are not compiled: {error}.")
+        if found is None:
+            sampler.noise_states(states)
+        return found
+
+    def _controls(self, count: int) -> tuple[list[Controls], int]:
+        """Return the controls of the coming steps, up to the first with others than numbers that differ."""
+        sampler, module = self._sampler, self._module
+        groups = sampler.param_groups
+        controls = [Controls([], []) for _ in groups]
+        first, form = sampler.step_count + 1 - module.chains.progress.warm_steps, None
+        for ahead in range(count):
+            if self._schedule is not None and first + ahead > 0:
+                self._schedule.apply(first + ahead, module, sampler)
+            own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in groups]
+            if form is not None and own != form:
+                if self._schedule is not None:
+                    self._schedule.apply(first + ahead - 1, module, sampler)
+                return controls, ahead
+            form = own
+            for kept, group in zip(controls, groups, strict=True):
+                kept.lr.append(group["lr"])
+                kept.temperature.append(group["temperature"])
+        return controls, count
+
+    def _pass_over(self, count: int, energies: Tensor, size: int, index: int) -> None:
+        """Count steps that are made, and that neither Lightning nor callbacks see."""
+        if count == 0:
+            return
+        trainer, loop = self._trainer, self._loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        for counts in (loop.batch_progress, optimizer.step, optimizer.zero_grad):
+            for numbers in (counts.total, counts.current):
+                for name in vars(numbers):  # ready, completed, and others
+                    setattr(numbers, name, getattr(numbers, name) + count)
+        loop._batches_that_stepped += count
+        self._record(energies[count - 1], count, size, index)
+        for callback in self._acting:
+            callback.pass_over(trainer, count)
+        self.hidden += count
+
+    def _record(self, energies: Tensor, count: int, size: int, index: int) -> Tensor:
+        """Record steps that are made, the last with Ũ/N and log p(θ), shape (2, C); return its loss."""
+        chains, sampler = self._module.chains, self._sampler
+        assert chains.weights is not None
+        sampler.step_count += count
+        chains.weights.add(size, index, count)
+        chains.counters.gradient_evaluations += size * count
+        chains.pulse.count += count
+        chains.clear_gradients(sampler)
+        potential, log_prior = energies if chains.stacked is not None else energies[:, 0]
+        chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
+        if sampler.guard is not None:
+            sampler.guard.allows_update()
+        return potential.sum()
+
+    # -- steps one by one ---------------------------------------------------------------------------------------------
+
+    def _make_seen_step(self, batch: Any, index: int, made: Tensor | None = None) -> None:
+        """Make a step with all that Lightning does around it; it may be made already, with these energies."""
         trainer, batches = self._trainer, self._loop.batch_progress
         batches.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
         batches.increment_started()
-        loss = self._make_step(batch, index)
+        loss = self._make_step(batch, index, made)
         batches.increment_processed()
         call._call_callback_hooks(trainer, "on_train_batch_end", {"loss": loss}, batch, index)
         trainer._logger_connector.on_batch_end()
@@ -178,16 +325,19 @@ class StepBlocks:
         self._loop._batches_that_stepped += 1
         self.hidden += 1
 
-    def _make_step(self, batch: Any, index: int) -> Tensor:
-        """Compute the gradient and make the update; return the loss."""
+    def _make_step(self, batch: Any, index: int, made: Tensor | None = None) -> Tensor:
+        """Compute the gradient and make the update, unless it is made; return the loss."""
         trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
         optimizer, chains = self._loop.automatic_optimization.optim_progress.optimizer, module.chains
         optimizer.step.increment_ready()
         optimizer.zero_grad.increment_ready()
         optimizer.zero_grad.increment_started()
         optimizer.zero_grad.increment_completed()
+        if made is not None:
+            optimizer.step.increment_completed()
+            return self._record(made, 1, chains.observed.batch_size, index)
         if chains.traces:
-            checks, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
+            checks, self._epoch = self._checks(), trainer.current_epoch
             try:
                 loss = chains.take_gradient(batch, index, trainer, checks)
             except NotTraceableError as error:
@@ -226,19 +376,71 @@ class RowsOfTensors:
 
     def fetch(self, rows: list[int]) -> list[Tensor]:
         """Return the batch of some rows."""
-        at = torch.tensor(rows)
+        at = torch.from_numpy(np.array(rows, dtype=np.int64))
         return [tensor[at] for tensor in self._tensors]
 
 
-def gather_rows(fetcher: Any) -> None:
-    """Let a pass of a plain loader over tensors in memory gather each batch at once."""
-    passes = getattr(fetcher.combined_loader._iterator, "iterators", [])
-    loader = fetcher.combined_loader.flattened[0]
-    if len(passes) != 1 or type(passes[0]) is not _SingleProcessDataLoaderIter or type(loader) is not DataLoader:
-        return
-    is_plain = loader.collate_fn is default_collate and type(loader.dataset) is TensorDataset and not loader.pin_memory
-    if is_plain and loader.batch_sampler is not None and not isinstance(passes[0]._dataset_fetcher, RowsOfTensors):
-        passes[0]._dataset_fetcher = RowsOfTensors(loader.dataset)
+class RowsOfPass:
+    """Takes batches of tensors in memory out of a trainer's pass over its only loader, several at once."""
+
+    def __init__(self, fetcher: Any, tensors: Sequence[Tensor], loader: Any, taken: Callable[[int], list[Any]]) -> None:
+        self._fetcher = fetcher
+        self._tensors = tensors
+        self._loader = loader
+        self._taken = taken
+        self._as_list = isinstance(loader, DataLoader)
+        self.is_done = False
+        """Whether the last batch is taken."""
+
+    def take(self, count: int) -> tuple[list[Any], int | None]:
+        """Return the next batches, and their axis of chains, if any."""
+        chains = self._taken(count)
+        self._fetcher.fetched += count
+        self._fetcher.done = self._fetcher.fetched >= self._fetcher.length
+        self._fetcher.iterator._iterator._idx += count
+        self.is_done = self._fetcher.done
+        if len({len(rows) for own in chains for rows in own}) == 1:
+            at = torch.stack([rows for own in chains for rows in own]).view(len(chains), count, -1)
+            at = at[0] if len(chains) == 1 else at.transpose(0, 1).contiguous()
+            columns = [tensor[at].unbind() for tensor in self._tensors]
+        else:
+            columns = [[tensor[rows] for rows in chains[0]] for tensor in self._tensors]
+        kind = list if self._as_list else tuple
+        return [kind(parts) for parts in zip(*columns, strict=True)], None if len(chains) == 1 else 0
+
+
+def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
+    """Return a pass over tensors in memory, None for other data; a plain loader gathers each batch at once from now
+    on."""
+    combined = fetcher.combined_loader
+    passes, loaders = getattr(combined._iterator, "iterators", []), combined.flattened
+    if (
+        len(passes) != 1
+        or len(loaders) != 1
+        or fetcher.length is None
+        or not isinstance(combined.iterables, type(loaders[0]))
+    ):
+        return None
+    (own,), (loader,) = passes, loaders
+    if isinstance(loader, ResumableLoader):
+        tensors = loader.plain_tensors
+        return None if tensors is None else RowsOfPass(fetcher, tensors, loader, loader.take)
+    if type(loader) is not DataLoader or type(own) is not _SingleProcessDataLoaderIter or loader.pin_memory:
+        return None
+    if (
+        loader.collate_fn is not default_collate
+        or type(loader.dataset) is not TensorDataset
+        or loader.batch_sampler is None
+    ):
+        return None
+    if not isinstance(own._dataset_fetcher, RowsOfTensors):
+        own._dataset_fetcher = RowsOfTensors(loader.dataset)
+
+    def take(count: int) -> list[list[Tensor]]:
+        own._num_yielded += count
+        return [[torch.from_numpy(np.array(next(own._sampler_iter), dtype=np.int64)) for _ in range(count)]]
+
+    return RowsOfPass(fetcher, loader.dataset.tensors, loader, take)
 
 
 # -- which runs --------------------------------------------------------------------------------------------------------
@@ -295,7 +497,11 @@ def _is_known(callback: pl.Callback, name: str) -> bool:
     if name in vars(callback):
         return False
     definer = next((kind for kind in type(callback).__mro__ if name in vars(kind)), object)
-    own = definer.__module__.startswith(OWN) and name not in ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+    own = definer.__module__.startswith(OWN) and name not in (
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+    )
     return definer in (pl.Callback, Timer) or own
 
 
@@ -305,17 +511,22 @@ def _hooks_of(trainer: pl.Trainer, name: str) -> list[Callable[..., Any]]:
     return [getattr(callback, name) for callback in called if _defines(callback, name, pl.Callback)]
 
 
+def _acts_in_steps(callback: RunCallback) -> bool:
+    """Return whether a callback has a hook in each step, or a claim on it."""
+    return bool(callback.claims) or any(_defines(callback, name, pl.Callback) for name in OF_A_STEP)
+
+
 def _defines(part: Any, name: str, base: type) -> bool:
     """Return whether an object's class has a method of its own in place of a base class's."""
     return getattr(type(part), name, None) is not getattr(base, name)
 
 
-def _validates(trainer: Any, loop: Any, coming: int) -> bool:
-    """Return whether validation follows the coming batch of the epoch."""
+def _validates(trainer: Any, loop: Any, coming: int, ahead: int) -> bool:
+    """Return whether validation follows a batch of the epoch, see `StepBlocks._is_seen`."""
     every = trainer.val_check_batch
     if every is None or math.isinf(every):
         return False
-    batches = loop.total_batch_idx + 2 if trainer.check_val_every_n_epoch is None else coming
+    batches = loop.total_batch_idx + 2 + ahead if trainer.check_val_every_n_epoch is None else coming
     return bool(batches % every == 0)
 
 

@@ -380,6 +380,16 @@ class Sampler(UpdateRule):
         """Bytes of the memory in which noise is drawn: `draws` copies of the parameters, or a block of a large one."""
         return self._noise.nbytes(self._takes_blocks)
 
+    def next_noise(self, steps: int) -> Tensor:
+        """Return the normal numbers of the coming steps, shape (K, C, `draws` · P), which these then have drawn."""
+        return self._noise.draw_steps(steps)
+
+    def noise_states(self, states: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        """Return the states of the noise's generators; set them before, if some are given."""
+        if states is not None:
+            self._noise.go_back(states)
+        return self._noise.states()
+
     @property
     def seed(self) -> int:
         """Seed of the injected noise."""
