@@ -80,11 +80,19 @@ CHANGING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RN
 """Layers that draw numbers or change their buffers in training, or that `torch.vmap` cannot run."""
 
 
+COMPUTING = {"forward", "log_likelihood", "log_prior", "inputs_and_target", "output_of", "output_and_target"}
+"""Methods of a user's module that compute an energy."""
+CHANGES = {"trainer", "_trainer", "current_epoch", "global_step", "random"}
+"""Names of what differs between steps without being a tensor."""
+
+
 class StepBlocks:
     """Makes a fit's steps in the place of Lightning's loop, if `has_blocks` and no claim forbids it."""
 
     def __init__(self) -> None:
         self._loop: Any = None
+        self._compiles = False
+        self._compiled: CompiledSteps | None = None
         self.hidden = 0
         """Steps of this fit that Lightning has not seen."""
 
@@ -108,15 +116,20 @@ class StepBlocks:
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
         self._epoch = -1
-        self._compiled: CompiledSteps | None = None
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         self._compiles = has_compiler() and trainer.estimated_stepping_batches >= WORTH_COMPILING
         self._loop = trainer.fit_loop.epoch_loop
         self._plain = self._loop.advance
         self._loop.advance = self._advance
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether steps are made as the rest of the run's will be."""
+        return not self._compiles or self._compiled is not None
+
     def end(self) -> None:
         """Give Lightning's loop its own method back."""
+        self._compiles, self._compiled = False, None
         if self._loop is not None:
             vars(self._loop).pop("advance", None)
         self._loop = self._trainer = self._module = self._sampler = self._schedule = None
@@ -173,7 +186,7 @@ class StepBlocks:
 
     def _free_steps(self) -> tuple[int, bool]:
         """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them."""
-        trainer, chains, sampler = self._trainer, self._module.chains, self._sampler
+        chains, sampler = self._module.chains, self._sampler
         energies = chains.energies
         ready = chains.traces and self._compiles and not self._checks() and not self._clip[0]
         if not ready or chains.observed.keeps_each or energies is None or energies.is_looking:
@@ -197,8 +210,7 @@ class StepBlocks:
     def _make_block(self, source: "RowsOfPass", count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
         Lightning has seen the last."""
-        chains, sampler = self._module.chains, self._sampler
-        assert chains.energies is not None
+        chains = self._module.chains
         assert chains.weights is not None
         controls, possible = self._controls(count)
         count, is_seen = possible, is_seen and possible == count
@@ -479,9 +491,14 @@ def _is_small(trainer: pl.Trainer, module: ChainModel) -> bool:
 
 
 def _is_traceable(part: nn.Module) -> bool:
-    """Return whether a part of a network only computes, as far as its class and its hooks show."""
+    """Return whether a part of a network only computes, as far as its class, its code and its hooks show."""
     hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    return not isinstance(part, CHANGING) and not any(hooks)
+    if isinstance(part, CHANGING) or any(hooks):
+        return False
+    own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", "pytorch_lightning.", OWN))]
+    methods = COMPUTING if isinstance(part, pl.LightningModule) else {name for kind in own for name in vars(kind)}
+    codes = [getattr(vars(kind).get(name), "__code__", None) for kind in own for name in methods]
+    return not any(CHANGES & set(code.co_names) for code in codes if code is not None)
 
 
 def _allows_blocks(callback: pl.Callback) -> bool:

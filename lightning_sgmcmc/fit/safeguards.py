@@ -381,12 +381,12 @@ class Safeguards(RunCallback):
             self._pass_samples_on(trainer, pl_module)
         pulse.count += 1
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
-        if self._planner.is_timing and self._sampler is not None:
+        if self._planner.is_timing and self._blocks.is_ready and self._sampler is not None:
             self._planner.after_step(chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
 
     def acts_in(self, step: int) -> bool:
-        return self._planner.is_timing or self._watch is not None or self._resumes
+        return self._watch is not None or self._resumes
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Pass the samples of a step to every callback that has a hook for them, and to the module."""
