@@ -1,8 +1,8 @@
 """A step of all chains as one compiled function of tensors: gradient, prior and update.
 
-A step of a small network is some fifty operations, each of which takes longer to call than to compute. The operations of
-`chains.traced`, and those of the sampler's rule, are therefore compiled together, and called for one step after another.
-The numbers are those of the same formulas, up to rounding.
+A step of a small network is some fifty operations, each of which takes longer to call than to compute. The operations
+of `chains.traced`, and those of the sampler's rule, are therefore compiled together, and called for one step after
+another. The numbers are those of the same formulas, up to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.traced import NotTraceableError, trace
+from lightning_sgmcmc.chains.traced import NotTraceableError, check_alike, trace
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
@@ -65,6 +65,7 @@ class CompiledSteps:
         factor: float | None,
         noise: Tensor | None,
         controls: Sequence[Controls],
+        first: Tensor | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of each, shape (K, 2, C), or None, if one is not finite and none is made.
 
@@ -74,16 +75,18 @@ class CompiledSteps:
             factor: the weight of the log-likelihoods, see `DataWeights`.
             noise: normal numbers, shape (K, C, draws · P); None for steps without noise.
             controls: those of each group.
+            first: the first step's energies, computed in another way.
 
         Raises:
-            NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups.
+            NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
+                energies are not `first`; no step is made then.
         """
         sampler, flat = self._sampler, self._flat
         buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
         columns, form = self._columns(controls)
         parts = batches[0]
         shapes = tuple([(part.shape, part.dtype, part.stride()) for part in parts])
-        options = tuple([tuple(sorted(_fixed(group).items())) for group in sampler.param_groups])
+        options = repr([_fixed(group) for group in sampler.param_groups])
         names = tuple([(place, name) for place, name, _ in buffers])
         key = structure, shapes, axis, factor is None, noise is None, form, names, options, sampler.num_data
         weight = self._inverse if factor is None else torch.full_like(self._inverse, factor)
@@ -104,6 +107,8 @@ class CompiledSteps:
             *state, found = function(*state, *fixed, *given)
             numbers.append(found)
         energies = torch.stack(numbers)
+        if first is not None:
+            check_alike(energies[0], first)
         if not bool(energies.isfinite().all()):
             return None
         for target, source in zip([flat.values, *(rows for *_, rows in buffers)], state, strict=True):
@@ -202,6 +207,8 @@ def can_be_compiled(sampler: Sampler) -> bool:
     """Return whether a sampler's next steps are a function of rows: whether its whole state is in them."""
     flat = sampler.flat
     if flat is None or not sampler._updates_rows() or sampler.stand_in is not None or sampler.held:
+        return False
+    if any(map(sampler.sets_options, sampler.param_groups)):
         return False
     if any(isinstance(value, Tensor) for group in sampler.param_groups for value in _fixed(group).values()):
         return False

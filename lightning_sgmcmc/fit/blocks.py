@@ -38,6 +38,7 @@ from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, can_b
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
+from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.samplers import Sampler
 
@@ -47,8 +48,10 @@ LARGEST = 1_000_000
 """Sampled numbers of all chains above which a step's time is that of its arithmetic."""
 MOST, MOST_NUMBERS = 128, 2**22
 """Steps of a block, and normal numbers that are drawn for it at once."""
-WORTH_COMPILING = 100_000
-"""Steps of a run from which compiled steps save more than their compilation, some 20 s."""
+COMPILATION, SAVED = 20, 1e-3
+"""Seconds in which a step is compiled, and those that each compiled one saves."""
+WORTH_COMPILING = 40_000
+"""Steps of a run from which compiled ones save twice the time of their compilation."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which blocks save more than the seconds in which a step is traced."""
 
@@ -95,11 +98,13 @@ class StepBlocks:
         self._compiled: CompiledSteps | None = None
         self.hidden = 0
         """Steps of this fit that Lightning has not seen."""
+        self.compiled = 0
+        """Steps of this fit that were compiled."""
 
     def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Take the place of the loop's `advance`, when the chains' energies are ready."""
         self.end()
-        self.hidden = 0
+        self.hidden = self.compiled = 0
         chains = module.chains
         if not chains.traces:
             return
@@ -117,7 +122,12 @@ class StepBlocks:
         self._update = _step_of(self._sampler)
         self._epoch = -1
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
-        self._compiles = has_compiler() and trainer.estimated_stepping_batches >= WORTH_COMPILING
+        steps = trainer.estimated_stepping_batches
+        self._compiles = has_compiler() and steps >= WORTH_COMPILING
+        if self._compiles:
+            rank_zero_info(
+                f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."
+            )
         self._loop = trainer.fit_loop.epoch_loop
         self._plain = self._loop.advance
         self._loop.advance = self._advance
@@ -149,12 +159,11 @@ class StepBlocks:
         begun = time.monotonic()
         while True:
             late = time.monotonic() - begun > LONGEST
-            if source is not None and not late:
-                count, is_seen = self._free_steps()
-                if count > 1 or is_seen:
-                    if self._make_block(source, count, is_seen):
-                        return
-                    continue
+            # Which steps are compiled does not depend on time, since their rounding does on it.
+            if source is not None and (free := self._free_steps(source.ends_odd, late))[0]:
+                if self._make_block(source, *free):
+                    return
+                continue
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
@@ -184,12 +193,16 @@ class StepBlocks:
 
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
-    def _free_steps(self) -> tuple[int, bool]:
-        """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them."""
+    def _free_steps(self, ends_odd: bool, late: bool) -> tuple[int, bool]:
+        """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them.
+
+        An epoch's last batch is not among them if it `ends_odd`, since its form would be compiled too. The first steps
+        of a run are not, in which its batches are looked at.
+        """
         chains, sampler = self._module.chains, self._sampler
         energies = chains.energies
-        ready = chains.traces and self._compiles and not self._checks() and not self._clip[0]
-        if not ready or chains.observed.keeps_each or energies is None or energies.is_looking:
+        ready = chains.traces and self._compiles and not self._clip[0] and sampler.step_count >= LAST
+        if not ready or chains.observed.keeps_each or energies is None:
             return 0, False
         if not can_be_compiled(sampler) or sampler._optimizer_step_post_hooks or chains.accumulation.candidates > 1:
             return 0, False
@@ -199,13 +212,16 @@ class StepBlocks:
             if any(callback.acts_in(first + ahead) for callback in self._acting):
                 return ahead, False
             if self._is_seen(coming + ahead, ahead):
+                is_odd = ends_odd and coming + ahead >= self._trainer.num_training_batches
+                return (ahead, False) if is_odd else (ahead + 1, True)
+            if late and self._shows(coming + ahead):
                 return ahead + 1, True
         return most, False
 
     def _checks(self) -> bool:
         """Return whether the coming step compares traced energies with others: at the start of most epochs."""
         epoch = self._trainer.current_epoch
-        return epoch != self._epoch and (epoch < 8 or epoch % 8 == 0)
+        return epoch != self._epoch and (epoch < 8 or epoch % 8 == 0 or self._epoch < 0)
 
     def _make_block(self, source: "RowsOfPass", count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
@@ -216,40 +232,39 @@ class StepBlocks:
         count, is_seen = possible, is_seen and possible == count
         index = self._loop.batch_idx + 1
         factors = {chains.weights.factor(index + place) for place in range(count)}
-        batches, axis = source.take(count)
-        leaves, structure = [pytree.tree_leaves(batch) for batch in batches], pytree.tree_structure(batches[0])
-        energies, size = None, leaves[0][0].shape[0 if axis is None else 1]
-        if len(factors) == len({tuple([part.shape for part in own]) for own in leaves}) == 1:
-            energies = self._computed(leaves, structure, axis, factors.pop(), controls)
+        taken = source.take(count)
+        energies = None
+        if taken.size is not None and len(factors) == 1:
+            energies = self._computed(taken, factors.pop(), controls)
         if energies is not None:
-            self._pass_over(count - is_seen, energies, size, index)
-        for place in range(count if energies is None else is_seen):
-            place = place if energies is None else count - 1
-            batch = batches[place] if axis is None else ChainBatches.of_stack(batches[place], chains.num_chains)
+            self.compiled += count
+            self._pass_over(count - is_seen, energies, taken.size or 0, index)
+        for place in range(0 if energies is None else count - is_seen, count):
             is_last = place + 1 == count
             self._loop.batch_progress.is_last_batch = is_last and source.is_done
             if not (is_last and is_seen):
-                self._make_hidden_step(batch, index + place)
+                self._make_hidden_step(taken.batch(place), index + place)
             else:
-                self._make_seen_step(batch, index + place, None if energies is None else energies[-1])
+                made = None if energies is None else (energies[-1], taken.size or 0)
+                self._make_seen_step(taken.batch(place), index + place, made)
         return is_seen
 
-    def _computed(
-        self, leaves: list[Any], structure: Any, axis: int | None, factor: float | None, controls: list[Controls]
-    ) -> Tensor | None:
+    def _computed(self, taken: "Taken", factor: float | None, controls: list[Controls]) -> Tensor | None:
         """Make some steps by a compiled function, and return their energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
-        if energies is None or len(noisy) > 1:
-            return None
+        if energies is None or len(noisy) > 1 or not can_be_compiled(sampler):
+            return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
+        checks, self._epoch = self._checks(), self._trainer.current_epoch
         try:
+            before = energies.plain(taken.batch(0), factor) if checks or energies.is_looking else None
             if self._compiled is None:
                 self._compiled = energies.compiled_steps(sampler)
-            noise = sampler.next_noise(len(leaves)) if noisy == {True} else None
-            found = self._compiled.run(leaves, structure, axis, factor, noise, controls)
+            noise = sampler.next_noise(len(taken.parts)) if noisy == {True} else None
+            found = self._compiled.run(taken.parts, taken.structure, taken.axis, factor, noise, controls, before)
         except NotTraceableError as error:
-            self._compiles = False
+            self._compiles, self._epoch = False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not compiled: {error}.")
         if found is None:
             sampler.noise_states(states)
@@ -308,8 +323,9 @@ class StepBlocks:
 
     # -- steps one by one ---------------------------------------------------------------------------------------------
 
-    def _make_seen_step(self, batch: Any, index: int, made: Tensor | None = None) -> None:
-        """Make a step with all that Lightning does around it; it may be made already, with these energies."""
+    def _make_seen_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> None:
+        """Make a step with all that Lightning does around it; it may be made already, with these energies
+        and size of a batch."""
         trainer, batches = self._trainer, self._loop.batch_progress
         batches.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
@@ -337,7 +353,7 @@ class StepBlocks:
         self._loop._batches_that_stepped += 1
         self.hidden += 1
 
-    def _make_step(self, batch: Any, index: int, made: Tensor | None = None) -> Tensor:
+    def _make_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> Tensor:
         """Compute the gradient and make the update, unless it is made; return the loss."""
         trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
         optimizer, chains = self._loop.automatic_optimization.optim_progress.optimizer, module.chains
@@ -347,7 +363,7 @@ class StepBlocks:
         optimizer.zero_grad.increment_completed()
         if made is not None:
             optimizer.step.increment_completed()
-            return self._record(made, 1, chains.observed.batch_size, index)
+            return self._record(made[0], 1, made[1], index)
         if chains.traces:
             checks, self._epoch = self._checks(), trainer.current_epoch
             try:
@@ -392,33 +408,67 @@ class RowsOfTensors:
         return [tensor[at] for tensor in self._tensors]
 
 
-class RowsOfPass:
-    """Takes batches of tensors in memory out of a trainer's pass over its only loader, several at once."""
+class Taken:
+    """Batches of some steps.
 
-    def __init__(self, fetcher: Any, tensors: Sequence[Tensor], loader: Any, taken: Callable[[int], list[Any]]) -> None:
+    Attributes:
+        parts: the tensors of each step's batch, with a leading axis of chains if they have batches of their own.
+        size: data of each batch and chain; None if they differ, and then there are no `parts`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], indices: Sequence[Sequence[Tensor]], kind: type) -> None:
+        self._tensors, self._indices, self._kind = tensors, indices, kind
+        chains, steps, sizes = len(indices), len(indices[0]), {len(rows) for own in indices for rows in own}
+        self.axis = None if chains == 1 else 0
+        self.size = sizes.pop() if len(sizes) == 1 else None
+        self.parts: list[tuple[Tensor, ...]] = []
+        self.structure = pytree.tree_structure(kind(tensors))
+        if self.size is not None:
+            at = torch.cat([rows for own in indices for rows in own]).view(chains, steps, -1)
+            at = at[0] if chains == 1 else at.transpose(0, 1).contiguous()
+            self.parts = list(zip(*(tensor[at].unbind() for tensor in tensors), strict=True))
+
+    def batch(self, place: int) -> Any:
+        """Return a step's batch as the loader would."""
+        own = [self._kind(tensor[rows[place]] for tensor in self._tensors) for rows in self._indices]
+        return own[0] if len(own) == 1 else ChainBatches(own)
+
+
+class RowsOfPass:
+    """Takes batches of tensors in memory out of a trainer's pass over its only loader, several at once.
+
+    Args:
+        taken: returns the indices of the next batches, for each chain a list of tensors.
+        kind: the class of a batch, list or tuple.
+        ends_odd: whether the last batch of an epoch is shorter than others.
+    """
+
+    def __init__(
+        self,
+        fetcher: Any,
+        tensors: Sequence[Tensor],
+        taken: Callable[[int], list[list[Tensor]]],
+        kind: type,
+        ends_odd: bool,
+    ) -> None:
         self._fetcher = fetcher
         self._tensors = tensors
-        self._loader = loader
         self._taken = taken
-        self._as_list = isinstance(loader, DataLoader)
-        self.is_done = False
-        """Whether the last batch is taken."""
+        self._kind = kind
+        self.ends_odd = ends_odd
 
-    def take(self, count: int) -> tuple[list[Any], int | None]:
-        """Return the next batches, and their axis of chains, if any."""
-        chains = self._taken(count)
+    @property
+    def is_done(self) -> bool:
+        """Whether the pass's last batch is taken."""
+        return bool(self._fetcher.done)
+
+    def take(self, count: int) -> Taken:
+        """Return the batches of the next steps."""
+        taken = Taken(self._tensors, self._taken(count), self._kind)
         self._fetcher.fetched += count
         self._fetcher.done = self._fetcher.fetched >= self._fetcher.length
         self._fetcher.iterator._iterator._idx += count
-        self.is_done = self._fetcher.done
-        if len({len(rows) for own in chains for rows in own}) == 1:
-            at = torch.stack([rows for own in chains for rows in own]).view(len(chains), count, -1)
-            at = at[0] if len(chains) == 1 else at.transpose(0, 1).contiguous()
-            columns = [tensor[at].unbind() for tensor in self._tensors]
-        else:
-            columns = [[tensor[rows] for rows in chains[0]] for tensor in self._tensors]
-        kind = list if self._as_list else tuple
-        return [kind(parts) for parts in zip(*columns, strict=True)], None if len(chains) == 1 else 0
+        return taken
 
 
 def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
@@ -436,7 +486,7 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     (own,), (loader,) = passes, loaders
     if isinstance(loader, ResumableLoader):
         tensors = loader.plain_tensors
-        return None if tensors is None else RowsOfPass(fetcher, tensors, loader, loader.take)
+        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, loader.ends_odd)
     if type(loader) is not DataLoader or type(own) is not _SingleProcessDataLoaderIter or loader.pin_memory:
         return None
     if (
@@ -448,11 +498,14 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     if not isinstance(own._dataset_fetcher, RowsOfTensors):
         own._dataset_fetcher = RowsOfTensors(loader.dataset)
 
+    batches: Any = loader.batch_sampler
+    ends_odd = not getattr(batches, "drop_last", False) and len(loader.dataset) % (loader.batch_size or 1) != 0
+
     def take(count: int) -> list[list[Tensor]]:
         own._num_yielded += count
         return [[torch.from_numpy(np.array(next(own._sampler_iter), dtype=np.int64)) for _ in range(count)]]
 
-    return RowsOfPass(fetcher, loader.dataset.tensors, loader, take)
+    return RowsOfPass(fetcher, loader.dataset.tensors, take, list, ends_odd)
 
 
 # -- which runs --------------------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ class UpdateRule(Optimizer):
         """Whether a step depends on the number of steps before it, which the groups hold."""
         return False
 
+    def sets_options(self, group: dict[str, Any]) -> bool:
+        """Return whether the next step changes other entries of a group than the last step size."""
+        return False
+
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""
 

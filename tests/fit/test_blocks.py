@@ -100,6 +100,11 @@ class Run:
         return next(c for c in self.trainer.callbacks if isinstance(c, Safeguards))._blocks.hidden  # type: ignore[attr-defined]
 
     @property
+    def compiled(self) -> int:
+        """Steps that were compiled."""
+        return next(c for c in self.trainer.callbacks if isinstance(c, Safeguards))._blocks.compiled  # type: ignore[attr-defined]
+
+    @property
     def samples(self) -> list[tuple[int, int, float, Tensor]]:
         found = self.module.posterior
         return [(s.step, s.chain, s.energy, torch.cat([p.flatten() for p in s.parameters.values()])) for s in found]
@@ -143,7 +148,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "a temperature for each chain": lambda: {
         "module": BayesianModule(network(), Gaussian(0.3), lr=1e-3, temperature=(1.0, 0.5), num_chains=2, seed=3)
     },
-    "convolutions": lambda: {"module": convolutional(), "data": DatasetDataModule(images(), batch_size=20)},
+    "convolutions": lambda: {"module": convolutional(), "data": DatasetDataModule(images(), batch_size=20), "epochs": 30},
 }
 
 
@@ -153,6 +158,8 @@ def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.
     with_blocks, without = Run(form, monkeypatch, **CASES[case]()), Run(None, monkeypatch, **CASES[case]())
     assert without.hidden == 0
     assert with_blocks.hidden > with_blocks.trainer.global_step / 2
+    if form == "compiled":
+        assert with_blocks.compiled > 0  # the first 64 steps are not
     with_blocks.check_like(without)
 
 
@@ -330,7 +337,7 @@ def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monke
         module = BayesianModule(network(), Gaussian(0.3), lr=1e-4, seed=3)
         data = DatasetDataModule(TensorDataset(rows, targets), batch_size=20)
         with pytest.raises(NonFiniteEnergyError) as caught:
-            Run(form, monkeypatch, SamplingSchedule(burn_in_steps=0), module=module, data=data)
+            Run(form, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=1000), module=module, data=data)
         return caught.value
 
     found, wanted = failure(form), failure(None)
