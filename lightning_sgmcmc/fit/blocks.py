@@ -123,7 +123,7 @@ class StepBlocks:
         self._epoch = -1
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         steps = trainer.estimated_stepping_batches
-        self._compiles = has_compiler() and steps >= WORTH_COMPILING
+        self._compiles = chains.compiled == "auto" and has_compiler() and steps >= WORTH_COMPILING
         if self._compiles:
             rank_zero_info(
                 f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."

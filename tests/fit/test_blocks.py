@@ -148,7 +148,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "a temperature for each chain": lambda: {
         "module": BayesianModule(network(), Gaussian(0.3), lr=1e-3, temperature=(1.0, 0.5), num_chains=2, seed=3)
     },
-    "convolutions": lambda: {"module": convolutional(), "data": DatasetDataModule(images(), batch_size=20), "epochs": 30},
+    "convolutions": lambda: {
+        "module": convolutional(),
+        "data": DatasetDataModule(images(), batch_size=20),
+        "epochs": 30,
+    },
 }
 
 
