@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
         return net, torch.randn(N, 1, 8, 8), torch.randint(0, 10, (N,))
     widths = NETWORKS[name]
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     x = torch.randn(N, widths[0])
     y = torch.randint(0, 10, (N,)) if widths[-1] > 1 else x[:, :1].sin()
@@ -117,11 +118,11 @@ def by_hand(name: str, chains: int) -> Callable[[], float]:
     """Return what times the step written by hand."""
     _, x, y = problem(name)
     widths, of_classes = NETWORKS[name], y.dtype == torch.int64
-    sizes = [part for a, b in zip(widths, widths[1:], strict=False) for part in (a * b, b)]
+    sizes = [part for a, b in pairwise(widths) for part in (a * b, b)]
 
     def loss(theta: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
         out, parts = rows, theta.split(sizes)
-        for place, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+        for place, (a, b) in enumerate(pairwise(widths)):
             out = out @ parts[2 * place].view(b, a).T + parts[2 * place + 1]
             out = torch.relu(out) if place + 2 < len(widths) else out
         if of_classes:
@@ -182,9 +183,7 @@ def main() -> None:
         if options.peers
         else None
     )
-    print(
-        "| network | chains | Lightning SGD | loop | traced | compiled | by hand | blackjax |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| network | chains | Lightning SGD | loop | traced | compiled | by hand | blackjax |\n" + "|---" * 8 + "|")
     for name in options.networks:
         for chains in options.chains:
             alternatives: dict[str, Callable[[], float]] = {
