@@ -224,6 +224,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
 
+    def acts_in(self, step: int) -> bool:
+        return self._budget.is_timing or self._acts_before(step)
+
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
 
@@ -379,9 +382,14 @@ class RunBudget:
         trainer.fit_loop.max_epochs = math.ceil(steps / epoch_length(trainer)) if epoch_length(trainer) else -1
         trainer.fit_loop.epoch_loop.max_steps = steps
 
+    @property
+    def is_timing(self) -> bool:
+        """Whether the run's length is not known yet."""
+        return self._seconds is not None and self.steps is None
+
     def after_step(self, trainer: pl.Trainer, step: int) -> bool:
         """Time the first steps; return whether the run's length has just become known."""
-        if self._seconds is None or self.steps is not None:
+        if not self.is_timing or self._seconds is None:
             return False
         if step == SKIPPED:
             self._begun = time.monotonic()

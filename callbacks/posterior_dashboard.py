@@ -188,6 +188,9 @@ class PosteriorDashboard(SamplerCallback):
             scalars["sampler/gradient_multiplier"] = multiplier
         log_scalars(trainer, scalars, trainer.global_step)
 
+    def acts_in(self, step: int) -> bool:
+        return self._due or step == 1 or step % self._interval == 0
+
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._drawing = drawing
 

@@ -55,6 +55,12 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
         """The device of the data."""
         return self.tensors[0].device
 
+    @property
+    def plain_tensors(self) -> tuple[Tensor, ...] | None:
+        """The tensors of whose rows batches consist; None where more is done to them."""
+        is_own = type(self).whole_batch is TensorBatches.whole_batch
+        return self.tensors if is_own and self.transform is None else None
+
     def __len__(self) -> int:
         return len(self.tensors[0])
 

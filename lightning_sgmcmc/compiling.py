@@ -1,5 +1,6 @@
 """`torch.compile` where it works."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -44,6 +45,11 @@ def why_not_compiled(device_type: str) -> str | None:
     except Exception as error:  # of Dynamo, Triton or a compiler that is missing
         return _first_line(error)
     return None
+
+
+def has_compiler() -> bool:
+    """Return whether there is a C++ compiler for compiled loops."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def compiled_if_possible(

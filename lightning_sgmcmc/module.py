@@ -20,6 +20,7 @@ from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.fit.blocks import has_blocks
 from lightning_sgmcmc.fit.checks import warn_of_other_loss
 from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
@@ -322,11 +323,11 @@ class BayesianModule(ChainModel):
         Raises:
             RuntimeError: if there are no samples, unless a `predict_step` of the user's decides what to do.
         """
-        if self._replaces("predict_step") and (self.posterior is None or len(self.posterior) == 0):
+        if self.replaces("predict_step") and (self.posterior is None or len(self.posterior) == 0):
             return
         self.posterior = self._samples().in_memory(getattr(self.trainer, "datamodule", None))
 
-    def _replaces(self, method: str) -> bool:
+    def replaces(self, method: str) -> bool:
         """Return whether the user's class, or code that set it on the object, replaces a method of this class."""
         return method in vars(self) or getattr(type(self), method) is not getattr(BayesianModule, method)
 
@@ -354,7 +355,7 @@ class BayesianModule(ChainModel):
         check_model(self)
         check_methods(self, BayesianModule)
         chains = self.chains
-        self._looks_at_loss = 3 if self._replaces("training_step") else 0
+        self._looks_at_loss = 3 if self.replaces("training_step") else 0
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:
@@ -368,6 +369,7 @@ class BayesianModule(ChainModel):
         self.contour = None
         chains.seeds.ensure(self._trainer)
         made = chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
+        chains.traces = has_blocks(self.trainer, self)
         chains.flatten(made, self.trainer)
         return made
 

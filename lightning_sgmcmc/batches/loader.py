@@ -206,10 +206,13 @@ class ResumableLoader:
         self._length = batches_per_epoch or least
         self._ordered = self.num_data
         """Number of data in the present order."""
+        self._orders: list[BatchOrder] = []
         self._batches = 0
         self._skipped = 0
         """Batches of the stream left out, because an order of another number of data begins with a whole pass."""
         self._fetch: Callable[[int], Any] | None = None
+        self._left = 0
+        """Batches of the present pass that are still to come."""
 
     def __len__(self) -> int:
         return self._length
@@ -267,13 +270,36 @@ class ResumableLoader:
     def _pass(self) -> Iterator[Any]:
         if self.num_data != self._ordered:
             self._begin_pass()
-        for _ in range(self._length):
+        self._left = self._length
+        while self._left > 0:
             if self._fetch is None:
                 self._fetch = self._begin()
             with nullcontext() if self._belongs_to_run else unchanged_generators(()):
                 batch = self._fetch(self._batches + self._skipped)
             self._batches += 1
+            self._left -= 1
             yield batch
+
+    @property
+    def plain_tensors(self) -> tuple[Tensor, ...] | None:
+        """The tensors of whose rows the batches consist; None where more is done to them, or by other processes."""
+        is_plain = self.num_workers == 0 and self.collate_fn is as_is
+        return getattr(self.dataset, "plain_tensors", None) if is_plain else None
+
+    @property
+    def ends_odd(self) -> bool:
+        """Whether the last batch of a pass over the data is shorter than others."""
+        return not self.drop_last and -(-self.num_data // self.num_replicas) % self.batch_size != 0
+
+    def take(self, count: int) -> list[list[Tensor]]:
+        """Return the indices of the pass's next batches, for each chain a list of tensors, in the place of the batches
+        themselves."""
+        if self._fetch is None:
+            self._fetch = self._begin()
+        first = self._batches + self._skipped
+        self._batches += count
+        self._left -= count
+        return [order.rows_of(first, count) for order in self._orders]
 
     def order_of(self, chain: int) -> BatchOrder:
         """Return the order of a chain's batches of the present data, by its global index."""
@@ -283,7 +309,7 @@ class ResumableLoader:
 
     def _begin(self) -> Callable[[int], Any]:
         """Return a function that loads the batches from the present position on."""
-        orders = [self.order_of(chain) for chain in self.chains]
+        self._orders = orders = [self.order_of(chain) for chain in self.chains]
         streams = [f"{chain}/{self.rank}" for chain in self.chains]
         items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
         if self.num_workers == 0:

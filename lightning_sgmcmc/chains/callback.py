@@ -96,6 +96,16 @@ class RunCallback(pl.Callback):
     is_probe: ClassVar[bool] = False
     """Whether it belongs to a short run of a tuner, in which a step may cut the batches of an order."""
 
+    def acts_in(self, step: int) -> bool:
+        """Return whether it acts in a coming step, the sampler's so many-th from 1, in which it sees no sample.
+
+        Its hooks of a step are not called in others, so that several of them can be made at once.
+        """
+        return True
+
+    def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
+        """Note steps in which it has not acted."""
+
     kinds: tuple[str, str] | None = None
     """What a run of one chain and one of several are called, if they are a baseline; None for a run that samples."""
 

@@ -26,7 +26,16 @@ from lightning_sgmcmc.chains.layout import (
 )
 from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
-from lightning_sgmcmc.chains.state import Accumulation, Claims, Counters, ObservedEnergy, Progress, Pulse, SampleTags
+from lightning_sgmcmc.chains.state import (
+    Accumulation,
+    Claims,
+    Counters,
+    ObservedEnergy,
+    Progress,
+    Pulse,
+    SampleTags,
+    StepEnergy,
+)
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
@@ -106,6 +115,8 @@ class Chains:
         """Whether gradients are averaged here over the ranks that share the chains."""
         self._shared_each_step: list[str] = []
         """The buffers that these ranks share at every step."""
+        self.traces = False
+        """Whether a fit's energies and their gradient are computed by traced operations, see `ChainEnergies.traced`."""
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
@@ -233,14 +244,21 @@ class Chains:
     @property
     def execution(self) -> Execution:
         """How chains are computed on the model's device; "auto" is all at once in the faster way."""
-        return "loop" if self._execution == "auto" and self.model.device.type == "cpu" else self._execution
+        loops = self._execution == "auto" and self.model.device.type == "cpu" and not self.traces
+        return "loop" if loops else self._execution
+
+    @property
+    def chosen_execution(self) -> Execution:
+        """What the user has chosen of how chains are computed."""
+        return self._execution
 
     def begin_energies(self, trainer: pl.Trainer) -> None:
         """Choose how the chains' energies are computed, when a fit begins."""
         self.sharing.set_evaluating()
         num_data, flat = self.observed.num_data, self.flat
+        self.traces = self.traces and flat is not None
         self.energies = ChainEnergies(
-            self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat
+            self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat, self.traces
         )
         first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
@@ -279,6 +297,29 @@ class Chains:
             keeps_each=self.observed.keeps_each,
             weigh=partial(self.weights.factor, batch_idx, self.accumulation.candidates),
         )
+        return self._recorded(step, batch_idx, trainer)
+
+    def take_gradient(self, batch: Any, batch_idx: int, trainer: pl.Trainer, checks: bool) -> Tensor:
+        """Compute the gradient of Σ_c Ũ_c/N by traced operations, and record the energies; return the loss."""
+        assert self.energies is not None
+        assert self.weights is not None
+        assert self.flat is not None
+        weigh = partial(self.weights.factor, batch_idx)
+        step, gradient = self.energies.traced(batch, self.observed.keeps_each, weigh, checks)
+        self.flat.set_gradients(gradient)
+        return self._recorded(step, batch_idx, trainer)
+
+    def stop_tracing(self, trainer: pl.Trainer) -> None:
+        """Compute the energies operation by operation from the coming step on."""
+        first, weights = self.energies and self.energies.first_batches, self.weights
+        self.traces = False
+        self.begin_energies(trainer)
+        assert self.energies is not None
+        self.energies.first_batches, self.weights = first, weights
+
+    def _recorded(self, step: StepEnergy, batch_idx: int, trainer: pl.Trainer) -> Tensor:
+        """Record a micro-batch's energies; return its loss."""
+        assert self.weights is not None
         self.weights.add(step.batch_size, batch_idx)
         self.pulse.count += 1
         self.counters.gradient_evaluations += step.batch_size * self.layout.ranks_per_chain
@@ -306,7 +347,7 @@ class Chains:
         self.unflatten(sampler)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
-        gains = self.stacked is not None or fused
+        gains = self.stacked is not None or fused or self.traces
         # A data-parallel wrapper has gradients of its own.
         gains = gains and not _is_wrapped(trainer)
         if gains and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
@@ -448,6 +489,8 @@ class ChainModel(EnergyModel):
 
         @property
         def target_temperature(self) -> float | Tensor: ...
+
+        def replaces(self, method: str) -> bool: ...
 
 
 def chain_model(module: pl.LightningModule) -> ChainModel:

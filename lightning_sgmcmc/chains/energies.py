@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_alike
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.execution import (
     StatelessCall,
     convolutions_of,
@@ -21,12 +22,14 @@ from lightning_sgmcmc.chains.execution import (
 )
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
+from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike
 from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
 from lightning_sgmcmc.priors.state import is_prior_state, prior_state
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
@@ -44,6 +47,7 @@ class ChainEnergies:
     Args:
         chains: its stacked tensors; None for a single unstacked chain.
         flat: the sampled parameters as rows, of which the energies then are a function, but for "loop" (`RowEnergies`).
+        traces: whether `traced` is used, which computes the gradient with the energies.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class ChainEnergies:
         num_data: int,
         trainable: Mapping[str, Tensor],
         flat: FlatParameters | None = None,
+        traces: bool = False,
     ) -> None:
         self.num_data = num_data
         self._model = model
@@ -74,7 +79,7 @@ class ChainEnergies:
         self._rows: RowEnergies | None = None
         if flat is not None and (execution != "loop" or chains is None):
             unrolled = None if execution == "auto" else execution == "unrolled"
-            self._rows = RowEnergies(model, self._densities, chains, flat, num_data, compiler, unrolled)
+            self._rows = RowEnergies(model, self._densities, chains, flat, num_data, compiler, unrolled, traces)
         model.accepted_arguments  # noqa: B018  # found now, since a compiler cannot read signatures
         config = getattr(getattr(model, "net", None), "config", None)
         self._pad = int(getattr(config, "pad_token_id", None) or 0)
@@ -141,6 +146,47 @@ class ChainEnergies:
         potential = torch.add(mean, log_prior, alpha=1 / self.num_data).neg()
         kept = each.detach() if keeps_each else None
         return StepEnergy(potential, log_prior.detach(), kept, size, excess=_excess(each, factor))
+
+    def traced(
+        self, batch: Any, keeps_each: bool, weigh: Callable[[], float | None], checks: bool = False
+    ) -> tuple[StepEnergy, Tensor]:
+        """Return the energies of a batch and the gradient of their sum, shape (C, P), by traced operations.
+
+        Args:
+            checks: whether to compare the energies with those of the function that was traced, as at first batches.
+
+        Raises:
+            NotTraceableError: if the function is more than tensor operations, or does not give the same again.
+        """
+        assert self._rows is not None
+        batch = self._usable(batch)
+        looks = self.first_batches is not None and self.first_batches.takes(batch)
+        factor = weigh()
+        gradient, loss, (potential, log_prior), each = self._rows.with_gradient(batch, factor, checks or looks)
+        if looks and self.first_batches is not None:
+            self.first_batches.after(each)
+        size, excess = each.shape[-1], _excess(each, factor)
+        if self._chains is None:
+            potential, log_prior, each = potential[0], log_prior[0], each[0]
+        return StepEnergy(potential, log_prior, each if keeps_each else None, size, loss, excess), gradient
+
+    @torch.no_grad()
+    def plain(self, batch: Any, factor: float | None) -> Tensor:
+        """Look at a batch, if it is one of a fit's first; return Ũ/N and log p(θ), shape (2, C), without a trace."""
+        assert self._rows is not None
+        if self.first_batches is not None:
+            self.first_batches.takes(batch)
+        return self._rows(self._usable(batch), factor)[1]
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether some of the coming batches are looked at."""
+        return self.first_batches is not None and self.first_batches.is_looking
+
+    def compiled_steps(self, sampler: Sampler) -> CompiledSteps:
+        """Return what makes steps of these energies with a sampler whose state is in the rows."""
+        assert self._rows is not None
+        return self._rows.compiled_steps(sampler)
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -260,6 +306,7 @@ class RowEnergies:
         chains: its stacked tensors; None for a single unstacked chain.
         unrolled: whether the chains are written out one by one instead of `torch.vmap`; None measures which is faster
             where graphs are replayed, and is `torch.vmap` elsewhere, unless vmap cannot run a layer (an LSTM).
+        traces: whether `with_gradient` is used.
     """
 
     def __init__(
@@ -271,6 +318,7 @@ class RowEnergies:
         num_data: int,
         compiler: Callable[..., Any] | None,
         unrolled: bool | None = False,
+        traces: bool = False,
     ) -> None:
         self._model = model
         self._chains = chains
@@ -290,7 +338,7 @@ class RowEnergies:
         """The stretches of columns that are sampled, if a row of some parameter is held."""
         # On a CPU the sum over tensors stays as it is, bit for bit.
         self._of_rows = None
-        if not self._densities.has_own_prior and (compiler is not None or flat.values.device.type != "cpu"):
+        if not self._densities.has_own_prior and (compiler is not None or traces or flat.values.device.type != "cpu"):
             everything = self._with_axis(sampled | _of_prior(self._others))
             self._of_rows = model.prior.of_rows(without_held(everything, self._held, 1))
         self._replays = compiler is not None and flat.values.device.type == "cuda"
@@ -299,11 +347,36 @@ class RowEnergies:
         self._compiled = self._compile(compiler) if compiler is not None else None
         self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
         self._may_unroll = unrolled is None and chains is not None
+        self._traced = TracedEnergies(self._energies, model) if traces else None
+        if traces and chains is not None and any(isinstance(part, nn.modules.conv._ConvNd) for part in model.modules()):
+            self._unrolled = True  # on a CPU faster than grouped convolutions
 
     def follow(self, num_data: int) -> None:
         """Take another N, for data that grow."""
         self._num_data = num_data
         self._inverse.fill_(1 / num_data)
+
+    def compiled_steps(self, sampler: Sampler) -> CompiledSteps:
+        """Return what makes steps of these energies."""
+        return CompiledSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse)
+
+    def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
+        """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.
+
+        A factor and the batch's form are among what is traced.
+        """
+        assert self._traced is not None
+        own = isinstance(batch, ChainBatches)
+        if own:
+            batch = batch.stacked() if self._chains is not None else batch[0]
+        axis = 0 if own and self._chains is not None else None
+        weight = None if factor is None else self._factor.fill_(factor)
+        found = self._traced(self._flat.values, self._others, batch, axis, self._inverse, weight)
+        if checks:
+            with torch.no_grad():
+                again = self._energies(self._flat.values, self._others, batch, axis, self._inverse, weight)
+            check_alike(found[2], again[1])
+        return found
 
     def __call__(self, batch: Any, factor: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and

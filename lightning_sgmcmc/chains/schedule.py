@@ -205,6 +205,17 @@ class Schedule(SamplerCallback):
         if self.has_stepped(pl_module) and self.draws(self._step):
             chains_of(pl_module).progress.sample_due = True
 
+    def acts_in(self, step: int) -> bool:
+        if type(self).on_train_batch_end is not Schedule.on_train_batch_end:
+            return True
+        return self._acts_before(step)
+
+    def _acts_before(self, step: int) -> bool:
+        """Return whether it does more before a step than to set the controls."""
+        progress = self.run.chains.progress
+        # Otherwise `apply` is called for the step.
+        return progress.stage is Stage.WARM_START or step - progress.warm_steps > self._planned
+
     def has_stepped(self, module: pl.LightningModule) -> bool:
         """Return whether the batch that ends has completed a step, which a loss scaler has not skipped."""
         warm_steps = chains_of(module).progress.warm_steps

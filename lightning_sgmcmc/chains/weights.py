@@ -50,6 +50,11 @@ class FirstBatches:
         self.targets: list[Tensor] = []
         """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether some of the coming batches are looked at."""
+        return self._seen < LAST
+
     def takes(self, batch: Any) -> bool:
         """Return whether this batch is looked at; if so, check it before its energy is computed."""
         if self._seen >= LAST:
@@ -318,11 +323,11 @@ class DataWeights:
         self.counts_rows = False
         self._means.clear()
 
-    def add(self, counted: int, batch_idx: int) -> None:
-        """Add what the likelihood counted in a batch."""
+    def add(self, counted: int, batch_idx: int, batches: int = 1) -> None:
+        """Add what the likelihood counted in a batch, or in each of several from it on."""
         self._see(counted, batch_idx)
-        self._counted += counted
-        self._batches += 1
+        self._counted += counted * batches
+        self._batches += batches
         self._sizes.add(counted)
 
     def end_epoch(self) -> None:

@@ -236,6 +236,13 @@ class ExactResume(RunCallback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._count_batch(trainer)
 
+    def acts_in(self, step: int) -> bool:
+        return self._awaits_batches  # otherwise `pass_over` is called for it
+
+    def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
+        for _ in range(steps):
+            self._count_batch(trainer)
+
     def _count_batch(self, trainer: pl.Trainer) -> None:
         self._steps_when_begun = None
         self._batches += 1

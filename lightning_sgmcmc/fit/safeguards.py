@@ -22,6 +22,7 @@ from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, instances_of, is_finished, is_trial
 from lightning_sgmcmc.chains.weights import DataWeights
+from lightning_sgmcmc.fit.blocks import StepBlocks
 from lightning_sgmcmc.fit.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.fit.checks import (
     StreamShares,
@@ -279,6 +280,7 @@ class Safeguards(RunCallback):
         self._interruption = Interruption()
         self._planner = Planner()
         self._convolutions = FastConvolutions()
+        self._blocks = StepBlocks()
         self._guard: EnergyGuard | None = None
         self._sampler: Sampler | None = None
         self._counters = Counters()
@@ -342,6 +344,7 @@ class Safeguards(RunCallback):
         self._planner.begin(trainer, chain_model(pl_module))
         self._shares.begin(trainer, chains.layout.ranks_per_chain)
         self._resumes = bool(trainer.ckpt_path)
+        self._blocks.begin(trainer, chain_model(pl_module))
         leave_out(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -378,9 +381,12 @@ class Safeguards(RunCallback):
             self._pass_samples_on(trainer, pl_module)
         pulse.count += 1
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
-        if self._planner.is_timing and self._sampler is not None:
+        if self._planner.is_timing and self._blocks.is_ready and self._sampler is not None:
             self._planner.after_step(chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
+
+    def acts_in(self, step: int) -> bool:
+        return self._watch is not None or self._resumes
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Pass the samples of a step to every callback that has a hook for them, and to the module."""
@@ -470,6 +476,7 @@ class Safeguards(RunCallback):
             self._shown = self._weights.state_dict()
         self._guard = self._sampler = self._scales = self._weights = None
         self._convolutions.end()
+        self._blocks.end()
         chains_of(pl_module).end_energies()
 
     def on_save_checkpoint(

@@ -146,6 +146,9 @@ class ChainHealth(StepClaimant):
         if observer.needs(step):
             observer.before_update(step, [p.grad for p in self._params], self._metric)
 
+    def acts_in(self, step: int) -> bool:
+        return self._observer is None or not self._observer.in_stage or self._observer.needs(step)
+
     def _metric(self) -> list[Tensor]:
         """Return the preconditioner's tensors, if any."""
         scales: list[Tensor] = []

@@ -95,6 +95,31 @@ class ChainNoise:
             self._fill()
         return self._views
 
+    def draw_steps(self, steps: int) -> Tensor:
+        """Return the numbers of the next steps, shape (K, C, columns), which the next draws do not change."""
+        self.states()
+        columns = self.draws * self._starts[-1]
+        first = self._parameters[0]
+        drawn = torch.empty(steps, self.num_chains, columns, dtype=first.dtype, device=first.device)
+        rows = list(drawn.flatten(0, 1))
+        for chain, generator in enumerate(self._generators):
+            for row in rows[chain :: self.num_chains]:
+                row.normal_(generator=generator)
+        return drawn
+
+    def states(self) -> list[Tensor]:
+        """Return the generators' states, with which the next draw begins."""
+        self._prepared()
+        if self._pending is not None:
+            self._wait()
+            self.go_back(self._states)
+        return [generator.get_state() for generator in self._generators]
+
+    def go_back(self, states: Sequence[Tensor]) -> None:
+        """Draw again from states of the generators on."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
     @property
     def is_large(self) -> bool:
         """Whether a step's noise is to be drawn in blocks, by a rule that takes them."""

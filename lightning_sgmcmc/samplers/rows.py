@@ -36,6 +36,20 @@ class FlatGroup:
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         """By name: a flat tensor of the state, and its view for the first parameter."""
 
+    @property
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """The flat tensors of the state, by name."""
+        return [(name, rows) for name, (rows, _) in self._buffers.items()]
+
+    @classmethod
+    def with_rows(
+        cls, group: "FlatGroup", values: Tensor, gradients: Tensor, buffers: Mapping[str, Tensor]
+    ) -> "FlatGroup":
+        """Return a group with other tensors in the place of its own."""
+        made = cls(group.parameters, values, gradients)
+        made._buffers = {name: (rows, group._buffers[name][1]) for name, rows in buffers.items()}
+        return made
+
     def pieces(self, rows: Tensor) -> list[Tensor]:
         """Return the views of a tensor of shape (C, d) in the parameters' shapes."""
         columns = rows.split(self._sizes, 1)
@@ -162,6 +176,12 @@ class FlatParameters:
                 view.zero_()
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
+        self.attach_gradients()
+        self._is_clear = False
+
+    def set_gradients(self, rows: Tensor) -> None:
+        """Make numbers of shape (C, P) the parameters' gradients."""
+        self.gradients.copy_(rows)
         self.attach_gradients()
         self._is_clear = False
 

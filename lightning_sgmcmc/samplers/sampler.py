@@ -78,6 +78,10 @@ class UpdateRule(Optimizer):
         """Whether a step depends on the number of steps before it, which the groups hold."""
         return False
 
+    def sets_options(self, group: dict[str, Any]) -> bool:
+        """Return whether the next step changes other entries of a group than the last step size."""
+        return False
+
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""
 
@@ -379,6 +383,16 @@ class Sampler(UpdateRule):
     def noise_bytes(self) -> int:
         """Bytes of the memory in which noise is drawn: `draws` copies of the parameters, or a block of a large one."""
         return self._noise.nbytes(self._takes_blocks)
+
+    def next_noise(self, steps: int) -> Tensor:
+        """Return the normal numbers of the coming steps, shape (K, C, `draws` · P), which these then have drawn."""
+        return self._noise.draw_steps(steps)
+
+    def noise_states(self, states: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        """Return the states of the noise's generators; set them before, if some are given."""
+        if states is not None:
+            self._noise.go_back(states)
+        return self._noise.states()
 
     @property
     def seed(self) -> int:

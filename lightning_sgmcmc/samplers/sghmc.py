@@ -104,6 +104,9 @@ class SGHMC(Sampler):
     def momenta(self, group: dict[str, Any]) -> list[Tensor]:
         return self._momenta(group, group["params"], as_velocity=True)
 
+    def sets_options(self, group: dict[str, Any]) -> bool:
+        return bool(group["holds_velocity"] != self.is_noisy(group))
+
     def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
         if group["holds_velocity"]:  # otherwise the last step had no noise
             super().rescale_momenta(group, factor)

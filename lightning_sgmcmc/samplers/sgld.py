@@ -112,6 +112,9 @@ class PreconditionedSampler(Sampler):
     def counts_steps(self) -> bool:
         return True
 
+    def sets_options(self, group: dict[str, Any]) -> bool:
+        return self._adapts(group)
+
     @property
     def needs_burn_in(self) -> bool:
         """Whether the preconditioner is frozen in sampling stages, and has not been estimated yet."""
@@ -364,6 +367,9 @@ class AdamSGLD(PreconditionedSampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(betas=tuple(betas), eps=eps, updates=0)
         self._add_adaptation(adapt)
+
+    def sets_options(self, group: dict[str, Any]) -> bool:
+        return True  # it counts its updates
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None

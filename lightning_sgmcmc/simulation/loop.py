@@ -8,7 +8,6 @@ Blocks of steps can be unrolled and compiled, since an eager step of a few chain
 tensors in place, and draw their random numbers for many steps before they are made.
 """
 
-import shutil
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -150,11 +150,6 @@ def compiles_blocks(asked: bool | None, steps: int, rule: Sampler, device: torch
     if asked is not None:
         return asked
     return steps >= WORTH_COMPILING and not rule.counts_steps and (device.type != "cpu" or has_compiler())
-
-
-def has_compiler() -> bool:
-    """Return whether there is a C++ compiler for compiled loops."""
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 # -- random numbers and starts ----------------------------------------------------------------------------------------

@@ -1,0 +1,604 @@
+"""Blocks of steps: what Lightning does around a step of a small network takes longer than the step.
+
+A block makes the steps up to the next one that Lightning must see in a loop of its own. They are the steps that
+Lightning would make: the same batches, controls, noise and calls of this library's callbacks, in the same order. What
+has no effect in them is left out: contexts of profilers, hooks that nobody defines, the collection of metrics that
+nobody logs. The gradient comes from traced operations (`chains.traced`), for all chains at once, so the numbers are
+those of other steps up to rounding. Lightning's counts of batches and steps go on, and a block ends with the step after
+which Lightning validates, logs, saves, shows its progress, or ends an epoch.
+
+A run with a part that acts at every step, such as a user's callback with `on_train_batch_end`, has no blocks.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.profilers import PassThroughProfiler
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.trainer import call
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
+from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, can_be_compiled
+from lightning_sgmcmc.chains.state import StepEnergy
+from lightning_sgmcmc.chains.traced import NotTraceableError
+from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
+from lightning_sgmcmc.chains.weights import LAST
+from lightning_sgmcmc.compiling import has_compiler
+from lightning_sgmcmc.samplers import Sampler
+
+LONGEST = 0.2
+"""Seconds after which a block ends, so that progress bars and signals are attended to."""
+LARGEST = 1_000_000
+"""Sampled numbers of all chains above which a step's time is that of its arithmetic."""
+MOST, MOST_NUMBERS = 128, 2**22
+"""Steps of a block, and normal numbers that are drawn for it at once."""
+COMPILATION, SAVED = 20, 1e-3
+"""Seconds in which a step is compiled, and those that each compiled one saves."""
+WORTH_COMPILING = 40_000
+"""Steps of a run from which compiled ones save twice the time of their compilation."""
+FEWEST = 1_000
+"""Steps of a run, times its chains, from which blocks save more than the seconds in which a step is traced."""
+
+OF_A_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+OF_A_BATCH = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+OF_THE_MODULE = (
+    *OF_A_STEP,
+    *OF_A_BATCH,
+    "training_step",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+)
+SEEN = (ModelCheckpoint, ProgressBar, LearningRateMonitor)
+"""Lightning's callbacks, which act in the steps that it sees."""
+OWN = f"{__name__.partition('.')[0]}."
+CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
+"""Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
+CHANGING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RNNBase)
+"""Layers that draw numbers or change their buffers in training, or that `torch.vmap` cannot run."""
+
+
+COMPUTING = {"forward", "log_likelihood", "log_prior", "inputs_and_target", "output_of", "output_and_target"}
+"""Methods of a user's module that compute an energy."""
+CHANGES = {"trainer", "_trainer", "current_epoch", "global_step", "random"}
+"""Names of what differs between steps without being a tensor."""
+
+
+class StepBlocks:
+    """Makes a fit's steps in the place of Lightning's loop, if `has_blocks` and no claim forbids it."""
+
+    def __init__(self) -> None:
+        self._loop: Any = None
+        self._compiles = False
+        self._compiled: CompiledSteps | None = None
+        self.hidden = 0
+        """Steps of this fit that Lightning has not seen."""
+        self.compiled = 0
+        """Steps of this fit that were compiled."""
+
+    def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Take the place of the loop's `advance`, when the chains' energies are ready."""
+        self.end()
+        self.hidden = self.compiled = 0
+        chains = module.chains
+        if not chains.traces:
+            return
+        if any(chains.claims.holder(subject) is not None for subject in CLAIMS):
+            chains.stop_tracing(trainer)
+            return
+        self._trainer, self._module, self._sampler = trainer, module, sampler_of(module)
+        self._schedule: PlannedSchedule | None = next(
+            (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
+        )
+        self._hooks = {name: _hooks_of(trainer, name) for name in OF_A_STEP}
+        self._keepers = [c._every_n_train_steps for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint)]
+        self._rates = [getattr(c, "refresh_rate", 1) for c in callbacks_of(trainer) if isinstance(c, ProgressBar)]
+        self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
+        self._update = _step_of(self._sampler)
+        self._epoch = -1
+        self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
+        steps = trainer.estimated_stepping_batches
+        self._compiles = chains.compiled == "auto" and has_compiler() and steps >= WORTH_COMPILING
+        if self._compiles:
+            rank_zero_info(
+                f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."
+            )
+        self._loop = trainer.fit_loop.epoch_loop
+        self._plain = self._loop.advance
+        self._loop.advance = self._advance
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether steps are made as the rest of the run's will be."""
+        return not self._compiles or self._compiled is not None
+
+    def end(self) -> None:
+        """Give Lightning's loop its own method back."""
+        self._compiles, self._compiled = False, None
+        if self._loop is not None:
+            vars(self._loop).pop("advance", None)
+        self._loop = self._trainer = self._module = self._sampler = self._schedule = None
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._plain = self._update = lambda *_: None
+
+    def _advance(self, fetcher: Any) -> None:
+        """Make the steps up to the next one that Lightning sees, and this one too, with all its hooks."""
+        loop = self._loop
+        if loop.restarting and loop._should_check_val_fx(fetcher):
+            if loop.val_loop.restarted_mid_evaluation or loop.restarted_on_last:
+                self._plain(fetcher)  # which makes no step
+                return
+            loop.val_loop.increment_progress_to_evaluation_end()
+        loop.val_loop.restarting = False
+        source = rows_of_pass(fetcher)
+        begun = time.monotonic()
+        while True:
+            late = time.monotonic() - begun > LONGEST
+            # Which steps are compiled does not depend on time, since their rounding does on it.
+            if source is not None and (free := self._free_steps(source.ends_odd, late))[0]:
+                if self._make_block(source, *free):
+                    return
+                continue
+            batch, _, _ = next(fetcher)
+            index = loop.batch_idx + 1
+            loop.batch_progress.is_last_batch = fetcher.done
+            if self._is_seen(index + 1) or (late and self._shows(index + 1)):
+                self._make_seen_step(batch, index)
+                return
+            self._make_hidden_step(batch, index)
+
+    def _is_seen(self, coming: int, ahead: int = 0) -> bool:
+        """Return whether Lightning sees a step, the epoch's so many-th, so many steps ahead of the next."""
+        trainer, loop = self._trainer, self._loop
+        step = trainer.global_step + 1 + ahead
+        if trainer.should_stop or trainer.received_sigterm or coming >= trainer.num_training_batches:
+            return True
+        if 0 <= trainer.max_steps <= step or any(every >= 1 and step % every == 0 for every in self._keepers):
+            return True
+        if trainer.loggers and (loop._batches_that_stepped + 1 + ahead) % log_interval(trainer) == 0:
+            return True
+        if trainer.enable_validation and _validates(trainer, loop, coming, ahead):
+            return True
+        own = self._sampler.step_count + 1 + ahead - self._module.chains.progress.warm_steps
+        return self._schedule is not None and own > 0 and self._schedule.draws(own)
+
+    def _shows(self, coming: int) -> bool:
+        """Return whether progress bars show the coming step."""
+        return all(rate < 1 or coming % rate == 0 for rate in self._rates)
+
+    # -- compiled steps -----------------------------------------------------------------------------------------------
+
+    def _free_steps(self, ends_odd: bool, late: bool) -> tuple[int, bool]:
+        """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them.
+
+        An epoch's last batch is not among them if it `ends_odd`, since its form would be compiled too. The first steps
+        of a run are not, in which its batches are looked at.
+        """
+        chains, sampler = self._module.chains, self._sampler
+        energies = chains.energies
+        ready = chains.traces and self._compiles and not self._clip[0] and sampler.step_count >= LAST
+        if not ready or chains.observed.keeps_each or energies is None:
+            return 0, False
+        if not can_be_compiled(sampler) or sampler._optimizer_step_post_hooks or chains.accumulation.candidates > 1:
+            return 0, False
+        coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
+        most = max(1, min(MOST, MOST_NUMBERS // (sampler.flat.values.numel() * max(1, sampler.draws))))
+        for ahead in range(most):
+            if any(callback.acts_in(first + ahead) for callback in self._acting):
+                return ahead, False
+            if self._is_seen(coming + ahead, ahead):
+                is_odd = ends_odd and coming + ahead >= self._trainer.num_training_batches
+                return (ahead, False) if is_odd else (ahead + 1, True)
+            if late and self._shows(coming + ahead):
+                return ahead + 1, True
+        return most, False
+
+    def _checks(self) -> bool:
+        """Return whether the coming step compares traced energies with others: at the start of most epochs."""
+        epoch = self._trainer.current_epoch
+        return epoch != self._epoch and (epoch < 8 or epoch % 8 == 0 or self._epoch < 0)
+
+    def _make_block(self, source: "RowsOfPass", count: int, is_seen: bool) -> bool:
+        """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
+        Lightning has seen the last."""
+        chains = self._module.chains
+        assert chains.weights is not None
+        controls, possible = self._controls(count)
+        count, is_seen = possible, is_seen and possible == count
+        index = self._loop.batch_idx + 1
+        factors = {chains.weights.factor(index + place) for place in range(count)}
+        taken = source.take(count)
+        energies = None
+        if taken.size is not None and len(factors) == 1:
+            energies = self._computed(taken, factors.pop(), controls)
+        if energies is not None:
+            self.compiled += count
+            self._pass_over(count - is_seen, energies, taken.size or 0, index)
+        for place in range(0 if energies is None else count - is_seen, count):
+            is_last = place + 1 == count
+            self._loop.batch_progress.is_last_batch = is_last and source.is_done
+            if not (is_last and is_seen):
+                self._make_hidden_step(taken.batch(place), index + place)
+            else:
+                made = None if energies is None else (energies[-1], taken.size or 0)
+                self._make_seen_step(taken.batch(place), index + place, made)
+        return is_seen
+
+    def _computed(self, taken: "Taken", factor: float | None, controls: list[Controls]) -> Tensor | None:
+        """Make some steps by a compiled function, and return their energies; None if it cannot make them."""
+        sampler, energies, found = self._sampler, self._module.chains.energies, None
+        noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
+        if energies is None or len(noisy) > 1 or not can_be_compiled(sampler):
+            return None  # in the schedule's controls of these steps, the rule changes itself
+        states = sampler.noise_states()
+        checks, self._epoch = self._checks(), self._trainer.current_epoch
+        try:
+            before = energies.plain(taken.batch(0), factor) if checks or energies.is_looking else None
+            if self._compiled is None:
+                self._compiled = energies.compiled_steps(sampler)
+            noise = sampler.next_noise(len(taken.parts)) if noisy == {True} else None
+            found = self._compiled.run(taken.parts, taken.structure, taken.axis, factor, noise, controls, before)
+        except NotTraceableError as error:
+            self._compiles, self._epoch = False, -1  # the next step compares them again
+            rank_zero_info(f"The steps are not compiled: {error}.")
+        if found is None:
+            sampler.noise_states(states)
+        return found
+
+    def _controls(self, count: int) -> tuple[list[Controls], int]:
+        """Return the controls of the coming steps, up to the first with others than numbers that differ."""
+        sampler, module = self._sampler, self._module
+        groups = sampler.param_groups
+        controls = [Controls([], []) for _ in groups]
+        first, form = sampler.step_count + 1 - module.chains.progress.warm_steps, None
+        for ahead in range(count):
+            if self._schedule is not None and first + ahead > 0:
+                self._schedule.apply(first + ahead, module, sampler)
+            own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in groups]
+            if form is not None and own != form:
+                if self._schedule is not None:
+                    self._schedule.apply(first + ahead - 1, module, sampler)
+                return controls, ahead
+            form = own
+            for kept, group in zip(controls, groups, strict=True):
+                kept.lr.append(group["lr"])
+                kept.temperature.append(group["temperature"])
+        return controls, count
+
+    def _pass_over(self, count: int, energies: Tensor, size: int, index: int) -> None:
+        """Count steps that are made, and that neither Lightning nor callbacks see."""
+        if count == 0:
+            return
+        trainer, loop = self._trainer, self._loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        for counts in (loop.batch_progress, optimizer.step, optimizer.zero_grad):
+            for numbers in (counts.total, counts.current):
+                for name in vars(numbers):  # ready, completed, and others
+                    setattr(numbers, name, getattr(numbers, name) + count)
+        loop._batches_that_stepped += count
+        self._record(energies[count - 1], count, size, index)
+        for callback in self._acting:
+            callback.pass_over(trainer, count)
+        self.hidden += count
+
+    def _record(self, energies: Tensor, count: int, size: int, index: int) -> Tensor:
+        """Record steps that are made, the last with Ũ/N and log p(θ), shape (2, C); return its loss."""
+        chains, sampler = self._module.chains, self._sampler
+        assert chains.weights is not None
+        sampler.step_count += count
+        chains.weights.add(size, index, count)
+        chains.counters.gradient_evaluations += size * count
+        chains.pulse.count += count
+        chains.clear_gradients(sampler)
+        potential, log_prior = energies if chains.stacked is not None else energies[:, 0]
+        chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
+        if sampler.guard is not None:
+            sampler.guard.allows_update()
+        return potential.sum()
+
+    # -- steps one by one ---------------------------------------------------------------------------------------------
+
+    def _make_seen_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> None:
+        """Make a step with all that Lightning does around it; it may be made already, with these energies
+        and size of a batch."""
+        trainer, batches = self._trainer, self._loop.batch_progress
+        batches.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
+        batches.increment_started()
+        loss = self._make_step(batch, index, made)
+        batches.increment_processed()
+        call._call_callback_hooks(trainer, "on_train_batch_end", {"loss": loss}, batch, index)
+        trainer._logger_connector.on_batch_end()
+        batches.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def _make_hidden_step(self, batch: Any, index: int) -> None:
+        """Make a step that Lightning does not see."""
+        trainer, module, batches = self._trainer, self._module, self._loop.batch_progress
+        batches.increment_ready()
+        for hook in self._hooks["on_train_batch_start"]:
+            hook(trainer, module, batch, index)
+        batches.increment_started()
+        loss = self._make_step(batch, index)
+        batches.increment_processed()
+        for hook in self._hooks["on_train_batch_end"]:
+            hook(trainer, module, {"loss": loss}, batch, index)
+        batches.increment_completed()
+        self._loop._batches_that_stepped += 1
+        self.hidden += 1
+
+    def _make_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> Tensor:
+        """Compute the gradient and make the update, unless it is made; return the loss."""
+        trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
+        optimizer, chains = self._loop.automatic_optimization.optim_progress.optimizer, module.chains
+        optimizer.step.increment_ready()
+        optimizer.zero_grad.increment_ready()
+        optimizer.zero_grad.increment_started()
+        optimizer.zero_grad.increment_completed()
+        if made is not None:
+            optimizer.step.increment_completed()
+            return self._record(made[0], 1, made[1], index)
+        if chains.traces:
+            checks, self._epoch = self._checks(), trainer.current_epoch
+            try:
+                loss = chains.take_gradient(batch, index, trainer, checks)
+            except NotTraceableError as error:
+                rank_zero_info(f"The steps are not traced, since the network is more than tensor operations: {error}.")
+                chains.stop_tracing(trainer)
+        if not chains.traces:
+            loss = module.training_step(batch, index)
+            module.optimizer_zero_grad(trainer.current_epoch, index, sampler)
+            module.backward(loss)
+        for hook in hooks["on_before_optimizer_step"]:
+            hook(trainer, module, sampler)
+        if self._clip[0]:
+            module.configure_gradient_clipping(sampler, self._clip[0], self._clip[1])
+        self._update()
+        optimizer.step.increment_completed()
+        return loss.detach()
+
+
+def _step_of(sampler: Sampler) -> Callable[[], Any]:
+    """Return the sampler's step, without what torch does around it for profilers if no hook waits there."""
+    step: Any = type(sampler).step
+    hooks: Any = sampler
+    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks or not hasattr(step, "hooked"):
+        return sampler.step
+    return partial(step.__wrapped__, sampler)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class RowsOfTensors:
+    """Gathers the rows of a batch of a `TensorDataset` at once, in place of item by item; the batch is the same."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def fetch(self, rows: list[int]) -> list[Tensor]:
+        """Return the batch of some rows."""
+        at = torch.from_numpy(np.array(rows, dtype=np.int64))
+        return [tensor[at] for tensor in self._tensors]
+
+
+class Taken:
+    """Batches of some steps.
+
+    Attributes:
+        parts: the tensors of each step's batch, with a leading axis of chains if they have batches of their own.
+        size: data of each batch and chain; None if they differ, and then there are no `parts`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], indices: Sequence[Sequence[Tensor]], kind: type) -> None:
+        self._tensors, self._indices, self._kind = tensors, indices, kind
+        chains, steps, sizes = len(indices), len(indices[0]), {len(rows) for own in indices for rows in own}
+        self.axis = None if chains == 1 else 0
+        self.size = sizes.pop() if len(sizes) == 1 else None
+        self.parts: list[tuple[Tensor, ...]] = []
+        self.structure = pytree.tree_structure(kind(tensors))
+        if self.size is not None:
+            at = torch.cat([rows for own in indices for rows in own]).view(chains, steps, -1)
+            at = at[0] if chains == 1 else at.transpose(0, 1).contiguous()
+            self.parts = list(zip(*(tensor[at].unbind() for tensor in tensors), strict=True))
+
+    def batch(self, place: int) -> Any:
+        """Return a step's batch as the loader would."""
+        own = [self._kind(tensor[rows[place]] for tensor in self._tensors) for rows in self._indices]
+        return own[0] if len(own) == 1 else ChainBatches(own)
+
+
+class RowsOfPass:
+    """Takes batches of tensors in memory out of a trainer's pass over its only loader, several at once.
+
+    Args:
+        taken: returns the indices of the next batches, for each chain a list of tensors.
+        kind: the class of a batch, list or tuple.
+        ends_odd: whether the last batch of an epoch is shorter than others.
+    """
+
+    def __init__(
+        self,
+        fetcher: Any,
+        tensors: Sequence[Tensor],
+        taken: Callable[[int], list[list[Tensor]]],
+        kind: type,
+        ends_odd: bool,
+    ) -> None:
+        self._fetcher = fetcher
+        self._tensors = tensors
+        self._taken = taken
+        self._kind = kind
+        self.ends_odd = ends_odd
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the pass's last batch is taken."""
+        return bool(self._fetcher.done)
+
+    def take(self, count: int) -> Taken:
+        """Return the batches of the next steps."""
+        taken = Taken(self._tensors, self._taken(count), self._kind)
+        self._fetcher.fetched += count
+        self._fetcher.done = self._fetcher.fetched >= self._fetcher.length
+        self._fetcher.iterator._iterator._idx += count
+        return taken
+
+
+def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
+    """Return a pass over tensors in memory, None for other data; a plain loader gathers each batch at once from now
+    on."""
+    combined = fetcher.combined_loader
+    passes, loaders = getattr(combined._iterator, "iterators", []), combined.flattened
+    if (
+        len(passes) != 1
+        or len(loaders) != 1
+        or fetcher.length is None
+        or not isinstance(combined.iterables, type(loaders[0]))
+    ):
+        return None
+    (own,), (loader,) = passes, loaders
+    if isinstance(loader, ResumableLoader):
+        tensors = loader.plain_tensors
+        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, loader.ends_odd)
+    if type(loader) is not DataLoader or type(own) is not _SingleProcessDataLoaderIter or loader.pin_memory:
+        return None
+    if (
+        loader.collate_fn is not default_collate
+        or type(loader.dataset) is not TensorDataset
+        or loader.batch_sampler is None
+    ):
+        return None
+    if not isinstance(own._dataset_fetcher, RowsOfTensors):
+        own._dataset_fetcher = RowsOfTensors(loader.dataset)
+
+    batches: Any = loader.batch_sampler
+    ends_odd = not getattr(batches, "drop_last", False) and len(loader.dataset) % (loader.batch_size or 1) != 0
+
+    def take(count: int) -> list[list[Tensor]]:
+        own._num_yielded += count
+        return [[torch.from_numpy(np.array(next(own._sampler_iter), dtype=np.int64)) for _ in range(count)]]
+
+    return RowsOfPass(fetcher, loader.dataset.tensors, take, list, ends_odd)
+
+
+# -- which runs --------------------------------------------------------------------------------------------------------
+
+
+def has_blocks(trainer: pl.Trainer, module: ChainModel) -> bool:
+    """Return whether blocks pay in a run, and no part of it acts at every step beside module, sampler and this
+    library's callbacks."""
+    plain = (
+        type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
+        and type(trainer.strategy) is SingleDeviceStrategy
+        and type(trainer.precision_plugin) is Precision
+        and isinstance(trainer.profiler, PassThroughProfiler)
+        and trainer.accumulate_grad_batches == 1
+        and not trainer._detect_anomaly
+        and getattr(trainer, "_val_check_time_interval", None) is None
+        and math.isfinite(trainer.num_training_batches)
+        and module.automatic_optimization
+        and trainer.strategy.root_device.type == "cpu"
+    )
+    if not plain or not _is_small(trainer, module) or any(module.replaces(name) for name in OF_THE_MODULE):
+        return False
+    data = getattr(trainer, "datamodule", None)
+    if data is not None and any(_defines(data, name, pl.LightningDataModule) for name in OF_A_BATCH):
+        return False
+    return all(map(_allows_blocks, callbacks_of(trainer)))
+
+
+def _is_small(trainer: pl.Trainer, module: ChainModel) -> bool:
+    """Return whether blocks save time; it depends on sizes alone, not on times that are measured, so a run repeats."""
+    chains = module.chains
+    chosen = chains.compiled != True and chains.chosen_execution in ("auto", "vmap") and not module._compiled_net  # noqa: E712
+    steps = trainer.estimated_stepping_batches * chains.num_chains
+    numbers = sum(tensor.numel() for tensor in chains.trainable.values())
+    return chosen and steps >= FEWEST and numbers <= LARGEST and all(map(_is_traceable, module.modules()))
+
+
+def _is_traceable(part: nn.Module) -> bool:
+    """Return whether a part of a network only computes, as far as its class, its code and its hooks show."""
+    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+    if isinstance(part, CHANGING) or any(hooks):
+        return False
+    own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", "pytorch_lightning.", OWN))]
+    methods = COMPUTING if isinstance(part, pl.LightningModule) else {name for kind in own for name in vars(kind)}
+    codes = [getattr(vars(kind).get(name), "__code__", None) for kind in own for name in methods]
+    return not any(CHANGES & set(code.co_names) for code in codes if code is not None)
+
+
+def _allows_blocks(callback: pl.Callback) -> bool:
+    """Return whether a callback's part in a step is called in a block, or lies in the steps that Lightning sees."""
+    if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+        return False
+    kinds = () if type(callback).__module__.partition(".")[0] != pl.__name__ else SEEN
+    return isinstance(callback, kinds) or all(_is_known(callback, name) for name in OF_A_STEP)
+
+
+def _is_known(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback's hook is Lightning's empty one, or one of this library or of its timer."""
+    if name in vars(callback):
+        return False
+    definer = next((kind for kind in type(callback).__mro__ if name in vars(kind)), object)
+    own = definer.__module__.startswith(OWN) and name not in (
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+    )
+    return definer in (pl.Callback, Timer) or own
+
+
+def _hooks_of(trainer: pl.Trainer, name: str) -> list[Callable[..., Any]]:
+    """Return the callbacks' hooks that are called in each step of a block."""
+    called = [callback for callback in callbacks_of(trainer) if not isinstance(callback, SEEN)]
+    return [getattr(callback, name) for callback in called if _defines(callback, name, pl.Callback)]
+
+
+def _acts_in_steps(callback: RunCallback) -> bool:
+    """Return whether a callback has a hook in each step, or a claim on it."""
+    return bool(callback.claims) or any(_defines(callback, name, pl.Callback) for name in OF_A_STEP)
+
+
+def _defines(part: Any, name: str, base: type) -> bool:
+    """Return whether an object's class has a method of its own in place of a base class's."""
+    return getattr(type(part), name, None) is not getattr(base, name)
+
+
+def _validates(trainer: Any, loop: Any, coming: int, ahead: int) -> bool:
+    """Return whether validation follows a batch of the epoch, see `StepBlocks._is_seen`."""
+    every = trainer.val_check_batch
+    if every is None or math.isinf(every):
+        return False
+    batches = loop.total_batch_idx + 2 + ahead if trainer.check_val_every_n_epoch is None else coming
+    return bool(batches % every == 0)
+
+
+def _text(algorithm: Any) -> str | None:
+    return None if algorithm is None else str(getattr(algorithm, "value", algorithm))

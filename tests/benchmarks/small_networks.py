@@ -1,0 +1,214 @@
+"""A step of small networks under a trainer, against plain Lightning, a block written by hand and blackjax's scan.
+
+`python -m tests.benchmarks.small_networks [--chains 1 4] [--networks 8-50-1] [--peers]`
+
+Every alternative makes steps of SGLD with the same network, data, batches of 50 and number of chains, on one thread, in
+turns; the table has the least processor time of a step, in µs. "loop" is `chain_execution="loop"`, each chain bit for
+bit as alone; "traced" and "compiled" are the forms of blocks; "by hand" is the same step without a library, ten of them
+unrolled in one compiled function; blackjax runs in an environment of its own, and its scan takes batches by random
+places.
+"""
+
+import argparse
+import json
+import logging
+import math
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.fit import blocks
+from tests.benchmarks.peers.environments import Peer, default_folder, prepare
+
+N, BATCH, UNROLLED = 1_000, 50, 10
+NETWORKS: dict[str, list[int]] = {"8-50-1": [8, 50, 1], "13-50-50-1": [13, 50, 50, 1], "784-100-10": [784, 100, 10]}
+CNN = "CNN 8x8"
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network and its data."""
+    torch.manual_seed(0)
+    if name == CNN:
+        net = nn.Sequential(
+            nn.Conv2d(1, 8, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16, 10),
+        )
+        return net, torch.randn(N, 1, 8, 8), torch.randint(0, 10, (N,))
+    widths = NETWORKS[name]
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    x = torch.randn(N, widths[0])
+    y = torch.randint(0, 10, (N,)) if widths[-1] > 1 else x[:, :1].sin()
+    return nn.Sequential(*layers[:-1]), x, y
+
+
+def plain(name: str, epochs: int) -> float:
+    """Return the seconds of plain Lightning's SGD."""
+    net, x, y = problem(name)
+
+    class Plain(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = nn.functional.cross_entropy if y.dtype == torch.int64 else nn.functional.mse_loss
+            return loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    trainer = pl.Trainer(max_epochs=epochs, **QUIET)
+    data = DatasetDataModule(TensorDataset(x, y), batch_size=BATCH)
+    begun = time.process_time()
+    trainer.fit(Plain(), datamodule=data)
+    return time.process_time() - begun
+
+
+def ours(name: str, chains: int, form: str, epochs: int) -> float:
+    """Return the seconds of a fit in a form."""
+    net, x, y = problem(name)
+    blocks.FEWEST, blocks.WORTH_COMPILING = 0, 0 if form == "compiled" else math.inf
+    likelihood = Categorical() if y.dtype == torch.int64 else Gaussian(0.1)
+    way = "loop" if form == "loop" else "auto"
+    module = BayesianModule(
+        net, likelihood, GaussianPrior(1.0), sampler=SGLD, lr=1e-3, num_chains=chains, seed=0, chain_execution=way
+    )
+    schedule = SamplingSchedule(burn_in_epochs=epochs // 2, every_n_epochs=max(1, epochs // 10))
+    trainer = pl.Trainer(max_epochs=epochs, callbacks=[schedule, SampleCollector(in_memory=True)], **QUIET)
+    begun = time.process_time()
+    trainer.fit(module, datamodule=DatasetDataModule(TensorDataset(x, y), batch_size=BATCH))
+    return time.process_time() - begun
+
+
+def of_fits(fit: Callable[[int], float], epochs: int) -> float:
+    """Return the seconds of a step, from the difference of a long and a short fit."""
+    short = epochs // 4
+    return (fit(epochs) - fit(short)) / ((epochs - short) * N / BATCH)
+
+
+def by_hand(name: str, chains: int) -> Callable[[], float]:
+    """Return what times the step written by hand."""
+    _, x, y = problem(name)
+    widths, of_classes = NETWORKS[name], y.dtype == torch.int64
+    sizes = [part for a, b in pairwise(widths) for part in (a * b, b)]
+
+    def loss(theta: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+        out, parts = rows, theta.split(sizes)
+        for place, (a, b) in enumerate(pairwise(widths)):
+            out = out @ parts[2 * place].view(b, a).T + parts[2 * place + 1]
+            out = torch.relu(out) if place + 2 < len(widths) else out
+        if of_classes:
+            fit = nn.functional.cross_entropy(out, targets, reduction="sum")
+        else:
+            fit = ((targets - out) ** 2).sum() / (2 * 0.1**2)
+        return fit / BATCH + (theta**2).sum() / 2 / N
+
+    gradient = torch.func.vmap(torch.func.grad(loss))
+    lr = 1e-3
+    scale = (2 * lr / N) ** 0.5
+
+    def block(theta: Tensor, places: Tensor, noise: Tensor) -> Tensor:
+        for k in range(UNROLLED):
+            theta = theta - lr * gradient(theta, x[places[k]], y[places[k]]) + scale * noise[k]
+        return theta
+
+    compiled, theta = torch.compile(block, dynamic=False), 0.1 * torch.randn(chains, sum(sizes))
+
+    def run(steps: int = 500) -> float:
+        nonlocal theta
+        begun = time.process_time()
+        for _ in range(steps // UNROLLED):
+            places = torch.randint(0, N, (UNROLLED, chains, BATCH))
+            theta = compiled(theta, places, torch.randn(UNROLLED, chains, sum(sizes)))
+        return (time.process_time() - begun) / steps
+
+    run(3 * UNROLLED)
+    return run
+
+
+def blackjax(name: str, chains: int, interpreter: Path) -> float:
+    """Return the seconds of a step of blackjax's scan."""
+    _, x, y = problem(name)
+    case = {"widths": NETWORKS[name], "chains": chains, "batch": BATCH, "lr": 1e-3, "steps": 500}
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(f"{folder}/arrays.npz", inputs=x.numpy(), targets=y.numpy())
+        worker = Path(__file__).parent / "peers" / "small_blackjax.py"
+        command = [str(interpreter), str(worker), json.dumps(case), f"{folder}/arrays.npz"]
+        found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(json.loads(found.stdout)["seconds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--chains", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--networks", nargs="+", default=[*NETWORKS, CNN])
+    parser.add_argument("--epochs", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peers", action="store_true", help="install blackjax in an environment, and time it too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("pytorch_lightning", "lightning_sgmcmc"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    interpreter = (
+        prepare(Peer("blackjax", "", ("blackjax==1.7.1",), uses_torch=False), default_folder())
+        if options.peers
+        else None
+    )
+    print("| network | chains | Lightning SGD | loop | traced | compiled | by hand | blackjax |\n" + "|---" * 8 + "|")
+    for name in options.networks:
+        for chains in options.chains:
+            alternatives: dict[str, Callable[[], float]] = {
+                "plain": lambda: of_fits(lambda epochs: plain(name, epochs), options.epochs),  # noqa: B023
+                **{
+                    form: lambda form=form: of_fits(  # type: ignore[misc]
+                        lambda epochs: ours(name, chains, form, epochs),  # noqa: B023
+                        max(8, options.epochs // chains) if form == "loop" else options.epochs,  # noqa: B023
+                    )
+                    for form in ("loop", "traced", "compiled")
+                },
+            }
+            if name != CNN:
+                alternatives["by hand"] = by_hand(name, chains)
+                if interpreter is not None:
+                    alternatives["blackjax"] = lambda: blackjax(name, chains, interpreter)  # noqa: B023
+            least = {key: math.inf for key in alternatives}
+            ours(name, chains, "compiled", 8)  # compiles
+            for _ in range(options.rounds):
+                for key, run in alternatives.items():
+                    least[key] = min(least[key], run())
+            columns = ("plain", "loop", "traced", "compiled", "by hand", "blackjax")
+            cells = [f"{1e6 * least[key]:,.0f}" if key in least else "" for key in columns]
+            print(f"| {name} | {chains} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Blocks of steps: the run is the one without them, up to rounding, and whoever must see a step does."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import (
+    SGHMC,
+    SGLD,
+    BayesianModule,
+    Categorical,
+    ContourRules,
+    Gaussian,
+    NonFiniteEnergyError,
+    ResumableLoader,
+    pSGHMC,
+)
+from lightning_sgmcmc.callbacks import (
+    ChainHealth,
+    ContourGradient,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    ReplicaExchange,
+    SampleCollector,
+    SamplingSchedule,
+    WarmStart,
+)
+from lightning_sgmcmc.compiling import has_compiler
+from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.fit import blocks
+from lightning_sgmcmc.fit.safeguards import Safeguards
+
+N = 130
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(N, 3, generator=generator)
+y = x[:, :1].sin() + 0.1 * torch.randn(N, 1, generator=generator)
+DATA = TensorDataset(x, y)
+
+FORMS = ["traced", pytest.param("compiled", marks=pytest.mark.skipif(not has_compiler(), reason="needs a compiler"))]
+
+
+def network(width: int = 5) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def loader() -> DataLoader[Any]:
+    """A plain shuffled loader with an odd last batch."""
+    torch.manual_seed(1)
+    return DataLoader(DATA, batch_size=20, shuffle=True)
+
+
+class Run:
+    """A fit with the blocks of a form, None for none; what is compared of it."""
+
+    def __init__(
+        self,
+        form: str | None,
+        monkeypatch: pytest.MonkeyPatch,
+        *callbacks: pl.Callback,
+        data: Any = None,
+        module: Any = None,
+        ckpt_path: Any = None,
+        sampler: Any = SGHMC,
+        chains: int = 1,
+        epochs: int = 12,
+        **options: Any,
+    ) -> None:
+        monkeypatch.setattr(blocks, "FEWEST", 0 if form else math.inf)
+        monkeypatch.setattr(blocks, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
+        self.collector = SampleCollector(in_memory=True)
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | options
+        schedule = [c for c in callbacks if isinstance(c, CyclicalSchedule | SamplingSchedule)]
+        own = [] if schedule else [SamplingSchedule(burn_in_epochs=2, every_n_steps=5)]
+        self.module = module or BayesianModule(
+            network(), Gaussian(0.3), sampler=sampler, lr=1e-3, num_chains=chains, seed=3
+        )
+        self.trainer = pl.Trainer(
+            max_epochs=epochs, enable_model_summary=False, callbacks=[*own, *callbacks, self.collector], **quiet
+        )
+        given = loader() if data is None else data
+        if isinstance(given, pl.LightningDataModule):
+            self.trainer.fit(self.module, datamodule=given, ckpt_path=ckpt_path)
+        else:
+            self.trainer.fit(self.module, given, ckpt_path=ckpt_path)
+
+    @property
+    def hidden(self) -> int:
+        """Steps that Lightning has not seen."""
+        return next(c for c in self.trainer.callbacks if isinstance(c, Safeguards))._blocks.hidden  # type: ignore[attr-defined]
+
+    @property
+    def compiled(self) -> int:
+        """Steps that were compiled."""
+        return next(c for c in self.trainer.callbacks if isinstance(c, Safeguards))._blocks.compiled  # type: ignore[attr-defined]
+
+    @property
+    def samples(self) -> list[tuple[int, int, float, Tensor]]:
+        found = self.module.posterior
+        return [(s.step, s.chain, s.energy, torch.cat([p.flatten() for p in s.parameters.values()])) for s in found]
+
+    def check_like(self, other: "Run", exactly: bool = False) -> None:
+        """Raise unless two runs have the same samples, up to rounding or exactly."""
+        assert self.trainer.global_step == other.trainer.global_step
+        assert self.module.gradient_evaluations == other.module.gradient_evaluations
+        own, others = self.samples, other.samples
+        assert len(own) == len(others) > 0
+        for mine, theirs in zip(own, others, strict=True):
+            assert mine[:2] == theirs[:2]
+            close = dict(rtol=0.0, atol=0.0) if exactly else dict(rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine[3], theirs[3], **close)
+            assert mine[2] == pytest.approx(theirs[2], rel=0 if exactly else 1e-4)
+
+
+# -- the same run ------------------------------------------------------------------------------------------------------
+
+
+def images() -> Any:
+    labels = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
+    return TensorDataset(torch.randn(60, 1, 6, 6, generator=torch.Generator().manual_seed(1)), labels)
+
+
+def convolutional() -> BayesianModule:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
+    return BayesianModule(net, Categorical(), lr=1e-3, num_chains=2, seed=3)
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "one chain": dict,
+    "three chains of one batch": lambda: {"chains": 3, "sampler": SGLD},
+    "own batches": lambda: {"chains": 3, "data": DatasetDataModule(DATA, batch_size=20)},
+    "short batches left out": lambda: {"data": DatasetDataModule(DATA, batch_size=20, drop_last=True)},
+    "preconditioned": lambda: {"chains": 2, "sampler": partial(pSGHMC, adapt="burn-in")},
+    "two step sizes": lambda: {
+        "module": BayesianModule(network(), Gaussian(0.3), lr={"net.0.*": 1e-3, "*": 5e-4}, num_chains=2, seed=3)
+    },
+    "a temperature for each chain": lambda: {
+        "module": BayesianModule(network(), Gaussian(0.3), lr=1e-3, temperature=(1.0, 0.5), num_chains=2, seed=3)
+    },
+    "convolutions": lambda: {
+        "module": convolutional(),
+        "data": DatasetDataModule(images(), batch_size=20),
+        "epochs": 30,
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks, without = Run(form, monkeypatch, **CASES[case]()), Run(None, monkeypatch, **CASES[case]())
+    assert without.hidden == 0
+    assert with_blocks.hidden > with_blocks.trainer.global_step / 2
+    if form == "compiled":
+        assert with_blocks.compiled > 0  # the first 64 steps are not
+    with_blocks.check_like(without)
+
+
+CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
+    "cycles": lambda: [CyclicalSchedule(num_cycles=3, samples_per_cycle=2)],
+    "a warm start": lambda: [WarmStart(lr=1e-2, steps=20)],
+    "replica exchange": lambda: [ReplicaExchange(temperatures=[1.0, 2.0], lrs=[1.0, 1.2])],
+    "a contour": lambda: [ContourGradient(ContourRules(0.5), 40, first_edge=100.0, width=20.0)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CALLBACKS)
+def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [Run(each, monkeypatch, *CALLBACKS[case](), chains=2) for each in (form, None)]
+    runs[0].check_like(runs[1])
+    assert runs[0].hidden > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(form: str | None) -> tuple[Any, list[list[str]]]:
+        logger = CSVLogger(tmp_path, name=str(form))
+        watched = [ChainHealth(every_n_steps=6), PosteriorDashboard()]
+        made = Run(form, monkeypatch, *watched, chains=2, epochs=30, logger=logger, log_every_n_steps=7)
+        rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+        return made.module.health, [row.split(",") for row in rows]
+
+    (health, rows), (other, others) = run(form), run(None)
+    assert health.observations == other.observations > 10
+    assert rows[0] == others[0]
+    assert len(rows) == len(others)
+    for row, wanted in zip(rows[1:], others[1:], strict=True):
+        for mine, theirs in zip(row, wanted, strict=True):
+            assert mine == theirs or float(mine) == pytest.approx(float(theirs), rel=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_resumed_run_is_the_whole_one(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def data() -> DatasetDataModule:
+        return DatasetDataModule(DATA, batch_size=20)
+
+    def module() -> BayesianModule:
+        return BayesianModule(network(), Gaussian(0.3), sampler=SGHMC, lr=1e-3, num_chains=2, seed=3)
+
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=11, save_top_k=-1)
+    whole = Run(form, monkeypatch, keeper, data=data(), module=module(), enable_checkpointing=True)
+    files = sorted(tmp_path.glob("*.ckpt"), key=lambda p: int(p.stem.split("step=")[1]))
+    assert [int(p.stem.split("step=")[1]) for p in files] == list(range(11, 85, 11))
+    resumed = Run(form, monkeypatch, data=data(), module=module(), ckpt_path=files[3])
+    resumed.check_like(whole, exactly=True)
+
+
+def test_two_fits_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(form: str | None) -> Run:
+        made = Run(form, monkeypatch, epochs=6)
+        made.trainer.fit_loop.max_epochs = 12
+        made.trainer.fit(made.module, loader())
+        return made
+
+    run("traced").check_like(run(None))
+
+
+# -- what Lightning and users see --------------------------------------------------------------------------------------
+
+
+class Counts(pl.Callback):
+    """Notes the steps that end, as users do."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.epochs: list[int] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.epochs.append(trainer.global_step)
+
+
+class EveryStep(Counts):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_users_callback_sees_every_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, epochs = EveryStep(), Counts()
+    assert Run(form, monkeypatch, seen).hidden == 0
+    assert seen.steps == list(range(1, 85))
+    assert Run(form, monkeypatch, epochs).hidden > 0
+    assert epochs.epochs == list(range(7, 85, 7))
+
+
+class Validated(BayesianModule):
+    at: list[int]
+
+    def on_validation_start(self) -> None:
+        self.at = [*getattr(self, "at", []), self.trainer.global_step]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_validation_and_limits_come_when_they_are_due(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Data(DatasetDataModule):
+        pass
+
+    module = Validated(network(), Gaussian(0.3), lr=1e-3, seed=3)
+    data = Data(DATA, val=DATA, batch_size=20)
+    run = Run(form, monkeypatch, module=module, data=data, val_check_interval=3, max_steps=50, num_sanity_val_steps=0)
+    assert run.trainer.global_step == 50
+    assert module.at == [step for step in range(50) if step % 7 in (3, 6) and step > 0]
+    assert run.hidden > 0
+
+
+# -- what cannot be in a block -----------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """A network that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(nn.functional.dropout(inputs, 0.1, self.training))  # type: ignore[no-any-return]
+
+
+class Annealed(BayesianModule):
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return super().log_likelihood(batch) * min(1.0, (1 + self.trainer.current_epoch) / 5)
+
+
+FACTOR = [1.0]
+
+
+class Elsewhere(BayesianModule):
+    """An energy that depends on what no tensor shows."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return super().log_likelihood(batch) * FACTOR[0]
+
+    def on_train_epoch_start(self) -> None:
+        FACTOR[0] = 1.0 + 0.1 * self.trainer.current_epoch
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [Calls, Noisy, Annealed, Elsewhere])
+def test_more_than_tensor_operations(form: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(form: str | None) -> Run:
+        FACTOR[0] = 1.0
+        if issubclass(kind, BayesianModule):
+            return Run(form, monkeypatch, module=kind(network(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3))
+        return Run(form, monkeypatch, module=BayesianModule(kind(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3))
+
+    run(form).check_like(run(None))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(2_000, 3, generator=torch.Generator().manual_seed(5))
+    targets = rows[:, :1].sin()
+    step = 80
+    targets[ResumableLoader(TensorDataset(rows), 20, seed=3).order_of(0).indices(step - 1)[0]] = 1e30
+
+    def failure(form: str | None) -> NonFiniteEnergyError:
+        module = BayesianModule(network(), Gaussian(0.3), lr=1e-4, seed=3)
+        data = DatasetDataModule(TensorDataset(rows, targets), batch_size=20)
+        with pytest.raises(NonFiniteEnergyError) as caught:
+            Run(form, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=1000), module=module, data=data)
+        return caught.value
+
+    found, wanted = failure(form), failure(None)
+    assert found.step == wanted.step == step
+    assert str(found) == str(wanted)
