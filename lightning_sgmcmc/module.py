@@ -227,7 +227,7 @@ class BayesianModule(ChainModel):
     @property
     def reads_samples(self) -> bool:
         """Whether the user's class replaces `on_posterior_sample`."""
-        return self._replaces("on_posterior_sample")
+        return self.replaces("on_posterior_sample")
 
     def configure_model(self) -> None:
         """Stack the chains, once; a subclass that defines its layers here calls `super().configure_model()` last."""

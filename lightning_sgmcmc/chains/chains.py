@@ -311,11 +311,10 @@ class Chains:
 
     def stop_tracing(self, trainer: pl.Trainer) -> None:
         """Compute the energies operation by operation from the coming step on."""
-        first, weights = self.energies and self.energies.first_batches, self.weights
-        self.traces = False
+        before, weights, self.traces = self.energies, self.weights, False
         self.begin_energies(trainer)
-        assert self.energies is not None
-        self.energies.first_batches, self.weights = first, weights
+        if self.energies is not None and before is not None:
+            self.energies.first_batches, self.weights = before.first_batches, weights
 
     def _recorded(self, step: StepEnergy, batch_idx: int, trainer: pl.Trainer) -> Tensor:
         """Record a micro-batch's energies; return its loss."""

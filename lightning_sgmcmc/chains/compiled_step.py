@@ -94,14 +94,13 @@ class CompiledSteps:
         state = [flat.values, *(rows for *_, rows in buffers)]
         if key not in self._known:
             self._known[key] = None
-            own = [part.clone() for part in parts], [column[0] for column in columns]
-            drawn = [] if noise is None else [noise[0]]
-            self._known[key] = self._compiled(names, structure, axis, factor is None, form, (state, fixed, drawn, *own))
+            examples = state, fixed, [] if noise is None else [noise[0]], [*parts], [column[0] for column in columns]
+            self._known[key] = self._compiled(names, structure, axis, factor is None, examples)
         function = self._known[key]
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
-        numbers = []
-        drawn = [] if noise is None else [noise.unbind()]
+        numbers: list[Tensor] = []
+        drawn: list[Sequence[Tensor]] = [] if noise is None else [noise.unbind()]
         for batch, *own in zip(batches, *drawn, *columns, strict=True):
             given = [*own[: len(drawn)], *batch, *own[len(drawn) :]]
             *state, found = function(*state, *fixed, *given)
@@ -134,8 +133,9 @@ class CompiledSteps:
         return columns, tuple(form)
 
     def _compiled(
-        self, names: Any, structure: Any, axis: int | None, is_mean: bool, form: Any, examples: tuple[list[Tensor], ...]
+        self, names: Any, structure: Any, axis: int | None, is_mean: bool, examples: tuple[list[Tensor], ...]
     ) -> Any:
+        """Return the step as a compiled function of the state, what is fixed, noise, a batch's tensors and controls."""
         counts = [len(part) for part in examples]
 
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ class CompiledSteps:
             self._update(values, gradient, dict(zip(names, rows, strict=True)), [n.clone() for n in drawn], columns)
             return values, *rows, numbers
 
-        tensors = [tensor for part in examples for tensor in part]
+        tensors: list[Any] = [tensor for part in examples for tensor in part]
         traced = trace(step, tensors, self._model)
         try:
             with torch.no_grad():

@@ -205,10 +205,18 @@ class SampleTags:
 
 @dataclass
 class Counters:
-    """Per-datum gradients of each chain over all passes and ranks, and the steps skipped since they were not finite."""
+    """Per-datum gradients of each chain over all passes and ranks, and numbers of steps of a fit.
+
+    Attributes:
+        skipped_steps: steps skipped since they were not finite.
+        hidden_steps: steps that Lightning's loop has not seen.
+        compiled_steps: steps made by compiled functions.
+    """
 
     gradient_evaluations: int = 0
     skipped_steps: int = 0
+    hidden_steps: int = 0
+    compiled_steps: int = 0
 
 
 @dataclass

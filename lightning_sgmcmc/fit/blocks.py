@@ -81,8 +81,6 @@ CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
 """Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
 CHANGING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RNNBase)
 """Layers that draw numbers or change their buffers in training, or that `torch.vmap` cannot run."""
-
-
 COMPUTING = {"forward", "log_likelihood", "log_prior", "inputs_and_target", "output_of", "output_and_target"}
 """Methods of a user's module that compute an energy."""
 CHANGES = {"trainer", "_trainer", "current_epoch", "global_step", "random"}
@@ -90,28 +88,11 @@ CHANGES = {"trainer", "_trainer", "current_epoch", "global_step", "random"}
 
 
 class StepBlocks:
-    """Makes a fit's steps in the place of Lightning's loop, if `has_blocks` and no claim forbids it."""
+    """Makes a fit's steps in the place of Lightning's loop."""
 
-    def __init__(self) -> None:
-        self._loop: Any = None
-        self._compiles = False
-        self._compiled: CompiledSteps | None = None
-        self.hidden = 0
-        """Steps of this fit that Lightning has not seen."""
-        self.compiled = 0
-        """Steps of this fit that were compiled."""
-
-    def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
-        """Take the place of the loop's `advance`, when the chains' energies are ready."""
-        self.end()
-        self.hidden = self.compiled = 0
-        chains = module.chains
-        if not chains.traces:
-            return
-        if any(chains.claims.holder(subject) is not None for subject in CLAIMS):
-            chains.stop_tracing(trainer)
-            return
-        self._trainer, self._module, self._sampler = trainer, module, sampler_of(module)
+    def __init__(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        self._trainer: Any = trainer
+        self._module, self._sampler = module, sampler_of(module)
         self._schedule: PlannedSchedule | None = next(
             (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
         )
@@ -121,16 +102,30 @@ class StepBlocks:
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
         self._epoch = -1
+        """The epoch of the last step; below 0 if the next one compares its energies."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         steps = trainer.estimated_stepping_batches
-        self._compiles = chains.compiled == "auto" and has_compiler() and steps >= WORTH_COMPILING
+        self._compiles = module.chains.compiled == "auto" and has_compiler() and steps >= WORTH_COMPILING
         if self._compiles:
             rank_zero_info(
                 f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."
             )
-        self._loop = trainer.fit_loop.epoch_loop
-        self._plain = self._loop.advance
-        self._loop.advance = self._advance
+        self._compiled: CompiledSteps | None = None
+        self._counters = module.chains.counters
+        loop: Any = trainer.fit_loop.epoch_loop
+        self._loop, self._plain = loop, loop.advance
+        loop.advance = self._advance
+
+    @classmethod
+    def begun(cls, trainer: pl.Trainer, module: ChainModel) -> "StepBlocks | None":
+        """Take the place of the loop's `advance`, when a fit's energies are ready; None for a fit without blocks."""
+        chains = module.chains
+        if not chains.traces:
+            return None
+        if trainer.lr_scheduler_configs or any(chains.claims.holder(subject) is not None for subject in CLAIMS):
+            chains.stop_tracing(trainer)
+            return None
+        return cls(trainer, module)
 
     @property
     def is_ready(self) -> bool:
@@ -139,12 +134,7 @@ class StepBlocks:
 
     def end(self) -> None:
         """Give Lightning's loop its own method back."""
-        self._compiles, self._compiled = False, None
-        if self._loop is not None:
-            vars(self._loop).pop("advance", None)
-        self._loop = self._trainer = self._module = self._sampler = self._schedule = None
-        self._hooks: dict[str, list[Callable[..., Any]]] = {}
-        self._plain = self._update = lambda *_: None
+        vars(self._loop).pop("advance", None)
 
     def _advance(self, fetcher: Any) -> None:
         """Make the steps up to the next one that Lightning sees, and this one too, with all its hooks."""
@@ -207,7 +197,8 @@ class StepBlocks:
         if not can_be_compiled(sampler) or sampler._optimizer_step_post_hooks or chains.accumulation.candidates > 1:
             return 0, False
         coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
-        most = max(1, min(MOST, MOST_NUMBERS // (sampler.flat.values.numel() * max(1, sampler.draws))))
+        numbers = sum(tensor.numel() for tensor in chains.trainable.values()) * max(1, sampler.draws)
+        most = max(1, min(MOST, MOST_NUMBERS // numbers))
         for ahead in range(most):
             if any(callback.acts_in(first + ahead) for callback in self._acting):
                 return ahead, False
@@ -237,7 +228,7 @@ class StepBlocks:
         if taken.size is not None and len(factors) == 1:
             energies = self._computed(taken, factors.pop(), controls)
         if energies is not None:
-            self.compiled += count
+            self._counters.compiled_steps += count
             self._pass_over(count - is_seen, energies, taken.size or 0, index)
         for place in range(0 if energies is None else count - is_seen, count):
             is_last = place + 1 == count
@@ -304,7 +295,7 @@ class StepBlocks:
         self._record(energies[count - 1], count, size, index)
         for callback in self._acting:
             callback.pass_over(trainer, count)
-        self.hidden += count
+        self._counters.hidden_steps += count
 
     def _record(self, energies: Tensor, count: int, size: int, index: int) -> Tensor:
         """Record steps that are made, the last with Ũ/N and log p(θ), shape (2, C); return its loss."""
@@ -351,7 +342,7 @@ class StepBlocks:
             hook(trainer, module, {"loss": loss}, batch, index)
         batches.increment_completed()
         self._loop._batches_that_stepped += 1
-        self.hidden += 1
+        self._counters.hidden_steps += 1
 
     def _make_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> Tensor:
         """Compute the gradient and make the update, unless it is made; return the loss."""
@@ -364,6 +355,7 @@ class StepBlocks:
         if made is not None:
             optimizer.step.increment_completed()
             return self._record(made[0], 1, made[1], index)
+        loss: Any = None
         if chains.traces:
             checks, self._epoch = self._checks(), trainer.current_epoch
             try:
@@ -381,7 +373,8 @@ class StepBlocks:
             module.configure_gradient_clipping(sampler, self._clip[0], self._clip[1])
         self._update()
         optimizer.step.increment_completed()
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
 
 
 def _step_of(sampler: Sampler) -> Callable[[], Any]:
@@ -511,7 +504,7 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
 # -- which runs --------------------------------------------------------------------------------------------------------
 
 
-def has_blocks(trainer: pl.Trainer, module: ChainModel) -> bool:
+def has_blocks(trainer: Any, module: ChainModel) -> bool:
     """Return whether blocks pay in a run, and no part of it acts at every step beside module, sampler and this
     library's callbacks."""
     plain = (
@@ -534,7 +527,7 @@ def has_blocks(trainer: pl.Trainer, module: ChainModel) -> bool:
     return all(map(_allows_blocks, callbacks_of(trainer)))
 
 
-def _is_small(trainer: pl.Trainer, module: ChainModel) -> bool:
+def _is_small(trainer: Any, module: ChainModel) -> bool:
     """Return whether blocks save time; it depends on sizes alone, not on times that are measured, so a run repeats."""
     chains = module.chains
     chosen = chains.compiled != True and chains.chosen_execution in ("auto", "vmap") and not module._compiled_net  # noqa: E712

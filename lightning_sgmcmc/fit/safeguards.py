@@ -280,7 +280,7 @@ class Safeguards(RunCallback):
         self._interruption = Interruption()
         self._planner = Planner()
         self._convolutions = FastConvolutions()
-        self._blocks = StepBlocks()
+        self._blocks: StepBlocks | None = None
         self._guard: EnergyGuard | None = None
         self._sampler: Sampler | None = None
         self._counters = Counters()
@@ -344,7 +344,7 @@ class Safeguards(RunCallback):
         self._planner.begin(trainer, chain_model(pl_module))
         self._shares.begin(trainer, chains.layout.ranks_per_chain)
         self._resumes = bool(trainer.ckpt_path)
-        self._blocks.begin(trainer, chain_model(pl_module))
+        self._blocks = StepBlocks.begun(trainer, chain_model(pl_module))
         leave_out(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -381,7 +381,8 @@ class Safeguards(RunCallback):
             self._pass_samples_on(trainer, pl_module)
         pulse.count += 1
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
-        if self._planner.is_timing and self._blocks.is_ready and self._sampler is not None:
+        is_ready = self._blocks is None or self._blocks.is_ready
+        if self._planner.is_timing and is_ready and self._sampler is not None:
             self._planner.after_step(chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
 
@@ -476,7 +477,9 @@ class Safeguards(RunCallback):
             self._shown = self._weights.state_dict()
         self._guard = self._sampler = self._scales = self._weights = None
         self._convolutions.end()
-        self._blocks.end()
+        if self._blocks is not None:
+            self._blocks.end()
+            self._blocks = None
         chains_of(pl_module).end_energies()
 
     def on_save_checkpoint(

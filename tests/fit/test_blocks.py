@@ -38,7 +38,6 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import blocks
-from lightning_sgmcmc.fit.safeguards import Safeguards
 
 N = 130
 generator = torch.Generator().manual_seed(0)
@@ -97,12 +96,12 @@ class Run:
     @property
     def hidden(self) -> int:
         """Steps that Lightning has not seen."""
-        return next(c for c in self.trainer.callbacks if isinstance(c, Safeguards))._blocks.hidden  # type: ignore[attr-defined]
+        return self.module.chains.counters.hidden_steps  # type: ignore[no-any-return]
 
     @property
     def compiled(self) -> int:
         """Steps that were compiled."""
-        return next(c for c in self.trainer.callbacks if isinstance(c, Safeguards))._blocks.compiled  # type: ignore[attr-defined]
+        return self.module.chains.counters.compiled_steps  # type: ignore[no-any-return]
 
     @property
     def samples(self) -> list[tuple[int, int, float, Tensor]]:
