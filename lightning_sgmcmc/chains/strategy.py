@@ -434,7 +434,8 @@ class ChainStrategy(DDPStrategy):
         if self.rank_in_group:
             return
         ranks = range(0, self.world_size, self.ranks_per_chain)
-        joined, io = JoinedRows(columns, self._across_host, self.group_index, ranks), self.checkpoint_io
+        joined = JoinedRows(columns, self._across_host, self.group_index, ranks)
+        io: Any = self.checkpoint_io  # that of a run writes joined rows, see `joins`
         if self.group_index:
             joined.serve()
             return

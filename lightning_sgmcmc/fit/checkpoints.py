@@ -114,7 +114,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         def write(file: BinaryIO) -> None:
             nonlocal size
-            gappy = GappyFile(file, [] if joined is None else joined.wholes)
+            gappy: Any = GappyFile(file, [] if joined is None else joined.wholes)
             torch.save(checkpoint, gappy)
             size = gappy.size
             gappy.check()

@@ -45,7 +45,10 @@ x = torch.randn(N, 3, generator=generator)
 y = x[:, :1].sin() + 0.1 * torch.randn(N, 1, generator=generator)
 DATA = TensorDataset(x, y)
 
-FORMS = ["traced", pytest.param("compiled", marks=pytest.mark.skipif(not has_compiler(), reason="needs a compiler"))]
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
+FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])]
+BOTH = ["traced", pytest.param("compiled", marks=needs_compiler)]
+"""The forms of tests that compile by default."""
 
 
 def network(width: int = 5) -> nn.Module:
@@ -186,8 +189,8 @@ def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.
 def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(form: str | None) -> tuple[Any, list[list[str]]]:
         logger = CSVLogger(tmp_path, name=str(form))
-        watched = [ChainHealth(every_n_steps=6), PosteriorDashboard()]
-        made = Run(form, monkeypatch, *watched, chains=2, epochs=30, logger=logger, log_every_n_steps=7)
+        watched = [ChainHealth(every_n_steps=6), PosteriorDashboard(figures=())]
+        made = Run(form, monkeypatch, *watched, chains=2, epochs=20, logger=logger, log_every_n_steps=7)
         rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
         return made.module.health, [row.split(",") for row in rows]
 
@@ -200,7 +203,7 @@ def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest
             assert mine == theirs or float(mine) == pytest.approx(float(theirs), rel=1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", BOTH)
 def test_a_resumed_run_is_the_whole_one(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def data() -> DatasetDataModule:
         return DatasetDataModule(DATA, batch_size=20)
@@ -317,7 +320,7 @@ class Elsewhere(BayesianModule):
         FACTOR[0] = 1.0 + 0.1 * self.trainer.current_epoch
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", BOTH)
 @pytest.mark.parametrize("kind", [Calls, Noisy, Annealed, Elsewhere])
 def test_more_than_tensor_operations(form: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
@@ -329,7 +332,7 @@ def test_more_than_tensor_operations(form: str, kind: Any, monkeypatch: pytest.M
     run(form).check_like(run(None))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", BOTH)
 def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(2_000, 3, generator=torch.Generator().manual_seed(5))
     targets = rows[:, :1].sin()
