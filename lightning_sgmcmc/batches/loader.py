@@ -211,8 +211,6 @@ class ResumableLoader:
         self._skipped = 0
         """Batches of the stream left out, because an order of another number of data begins with a whole pass."""
         self._fetch: Callable[[int], Any] | None = None
-        self._left = 0
-        """Batches of the present pass that are still to come."""
 
     def __len__(self) -> int:
         return self._length
@@ -270,14 +268,12 @@ class ResumableLoader:
     def _pass(self) -> Iterator[Any]:
         if self.num_data != self._ordered:
             self._begin_pass()
-        self._left = self._length
-        while self._left > 0:
+        for _ in range(self._length):
             if self._fetch is None:
                 self._fetch = self._begin()
             with nullcontext() if self._belongs_to_run else unchanged_generators(()):
                 batch = self._fetch(self._batches + self._skipped)
             self._batches += 1
-            self._left -= 1
             yield batch
 
     @property
@@ -294,11 +290,12 @@ class ResumableLoader:
     def take(self, count: int) -> list[list[Tensor]]:
         """Return the indices of the pass's next batches, for each chain a list of tensors, in the place of the batches
         themselves."""
+        if self.num_data != self._ordered:
+            self._begin_pass()
         if self._fetch is None:
             self._fetch = self._begin()
         first = self._batches + self._skipped
         self._batches += count
-        self._left -= count
         return [order.rows_of(first, count) for order in self._orders]
 
     def order_of(self, chain: int) -> BatchOrder:

@@ -67,7 +67,9 @@ class CompiledSteps:
         controls: Sequence[Controls],
         first: Tensor | None = None,
     ) -> Tensor | None:
-        """Make steps; return Ũ/N and log p(θ) of each, shape (K, 2, C), or None, if one is not finite and none is made.
+        """Make steps; return Ũ/N and log p(θ) of each, shape (K, 2, C).
+
+        If one of these is not finite, or the last state, no step is made, and it returns None.
 
         Args:
             batches: the tensors of each step's batch, of one form, with a leading axis of chains if `axis` is 0.
@@ -108,7 +110,7 @@ class CompiledSteps:
         energies = torch.stack(numbers)
         if first is not None:
             check_alike(energies[0], first)
-        if not bool(energies.isfinite().all()):
+        if not bool(energies.isfinite().all() & state[0].isfinite().all()):
             return None
         for target, source in zip([flat.values, *(rows for *_, rows in buffers)], state, strict=True):
             target.copy_(source)

@@ -18,6 +18,10 @@ from torch.utils import _pytree as pytree
 Energies = tuple[Tensor, ...]
 
 
+MOST_FORMS = 8
+"""Forms of batches that are traced; each takes part of a second."""
+
+
 class NotTraceableError(Exception):
     """A function that is more than tensor operations of its arguments: it draws numbers, or changes them."""
 
@@ -51,10 +55,14 @@ class TracedEnergies:
             NotTraceableError: if the function is more than tensor operations.
         """
         parts, structure = pytree.tree_flatten(batch)
+        if not all(type(part) is Tensor and part.layout == torch.strided for part in parts):
+            raise NotTraceableError("batches hold other things than plain tensors")
         key = structure, axis, factor is None, tuple([(part.shape, part.dtype, part.stride()) for part in parts])
         tensors = [leaf, inverse, inverse if factor is None else factor, *parts, *others.values()]
         traced = self._known.get(key)
         if traced is None:
+            if len(self._known) >= MOST_FORMS:
+                raise NotTraceableError(f"batches have more than {MOST_FORMS} shapes")
 
             def energies(values: Tensor, inverse: Tensor, weight: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
                 own = pytree.tree_unflatten(list(rest[: len(parts)]), structure)

@@ -63,6 +63,7 @@ OF_A_STEP = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
+OF_A_GRAPH = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 OF_A_BATCH = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 OF_THE_MODULE = (
     *OF_A_STEP,
@@ -161,6 +162,9 @@ class StepBlocks:
                 self._make_seen_step(batch, index)
                 return
             self._make_hidden_step(batch, index)
+            if self._trainer.should_stop:
+                loop._batches_that_stepped -= 1  # which Lightning counts itself
+                return
 
     def _is_seen(self, coming: int, ahead: int = 0) -> bool:
         """Return whether Lightning sees a step, the epoch's so many-th, so many steps ahead of the next."""
@@ -194,7 +198,7 @@ class StepBlocks:
         ready = chains.traces and self._compiles and not self._clip[0] and sampler.step_count >= LAST
         if not ready or chains.observed.keeps_each or energies is None:
             return 0, False
-        if not can_be_compiled(sampler) or sampler._optimizer_step_post_hooks or chains.accumulation.candidates > 1:
+        if not can_be_compiled(sampler) or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
         coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
         numbers = sum(tensor.numel() for tensor in chains.trainable.values()) * max(1, sampler.draws)
@@ -380,10 +384,12 @@ class StepBlocks:
 def _step_of(sampler: Sampler) -> Callable[[], Any]:
     """Return the sampler's step, without what torch does around it for profilers if no hook waits there."""
     step: Any = type(sampler).step
-    hooks: Any = sampler
-    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks or not hasattr(step, "hooked"):
-        return sampler.step
-    return partial(step.__wrapped__, sampler)
+    return sampler.step if has_hooks(sampler) or not hasattr(step, "hooked") else partial(step.__wrapped__, sampler)
+
+
+def has_hooks(sampler: Any) -> bool:
+    """Return whether something is called before or after each update of a sampler."""
+    return bool(sampler._optimizer_step_pre_hooks or sampler._optimizer_step_post_hooks)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -560,12 +566,8 @@ def _is_known(callback: pl.Callback, name: str) -> bool:
     if name in vars(callback):
         return False
     definer = next((kind for kind in type(callback).__mro__ if name in vars(kind)), object)
-    own = definer.__module__.startswith(OWN) and name not in (
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-    )
-    return definer in (pl.Callback, Timer) or own
+    own = isinstance(callback, RunCallback) and definer.__module__.startswith(OWN)
+    return definer in (pl.Callback, Timer) or (own and name not in OF_A_GRAPH)
 
 
 def _hooks_of(trainer: pl.Trainer, name: str) -> list[Callable[..., Any]]:

@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -32,11 +32,12 @@ from lightning_sgmcmc.callbacks import (
     PosteriorDashboard,
     ReplicaExchange,
     SampleCollector,
+    SamplerCallback,
     SamplingSchedule,
     WarmStart,
 )
 from lightning_sgmcmc.compiling import has_compiler
-from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
 
 N = 130
@@ -277,6 +278,21 @@ def test_validation_and_limits_come_when_they_are_due(form: str, monkeypatch: py
     assert run.hidden > 0
 
 
+class Stops(SamplerCallback):
+    """Ends the run after a step, as budgets do."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.run.sampler.step_count == 17:
+            trainer.should_stop = True
+
+
+def test_a_run_ends_with_the_step_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stops, "__module__", f"{blocks.OWN}tests")  # as a callback of this library's
+    run = Run("traced", monkeypatch, Stops())
+    assert run.hidden > 0
+    assert run.trainer.global_step == 17
+
+
 # -- what cannot be in a block -----------------------------------------------------------------------------------------
 
 
@@ -349,3 +365,56 @@ def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monke
     found, wanted = failure(form), failure(None)
     assert found.step == wanted.step == step
     assert str(found) == str(wanted)
+
+
+class Rows(Dataset[Any]):
+    """Rows with a name, and inputs of a length that changes from batch to batch."""
+
+    def __init__(self, named: bool) -> None:
+        self.named = named
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        if self.named:
+            return {"inputs": x[index], "name": str(index)}, y[index]
+        return x[index].repeat(1 + index // 5), y[index]
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: Tensor, name: Any = None) -> Tensor:
+        return self.net(inputs.unflatten(-1, (-1, 3)).mean(-2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_batches_that_are_not_tensors_of_few_shapes(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(form: str | None) -> Run:
+        module = BayesianModule(Averaged(), Gaussian(0.3), lr=1e-3, seed=3)
+        return Run(form, monkeypatch, module=module, data=DataLoader(Rows(named), batch_size=5))
+
+    run("traced").check_like(run(None))
+
+
+@needs_compiler
+def test_data_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Growing(TensorBatches):
+        """Ten more rows at each epoch."""
+
+    class Grows(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen = 60 + 10 * trainer.current_epoch
+            trainer.datamodule.train.tensors = x[:seen], y[:seen]  # type: ignore[attr-defined]
+
+    def run(form: str | None) -> Run:
+        data = DatasetDataModule(Growing(x[:60], y[:60]), batch_size=10)
+        return Run(form, monkeypatch, Grows(), data=data, epochs=8, sampler=SGLD)
+
+    monkeypatch.setattr(blocks, "LAST", 1)
+    with_blocks, without = run("compiled"), run(None)
+    assert with_blocks.compiled > 0
+    with_blocks.check_like(without)
