@@ -53,7 +53,7 @@ COMPILATION, SAVED = 20, 1e-3
 WORTH_COMPILING = 40_000
 """Steps of a run from which compiled ones save twice the time of their compilation."""
 FEWEST = 1_000
-"""Steps of a run, times its chains, from which blocks save more than the seconds in which a step is traced."""
+"""Steps of a run of several chains, times these, from which blocks save more than the second in which one is traced."""
 
 OF_A_STEP = (
     "on_train_batch_start",
@@ -528,7 +528,8 @@ def has_blocks(trainer: Any, module: ChainModel) -> bool:
     if not plain or not _is_small(trainer, module) or any(module.replaces(name) for name in OF_THE_MODULE):
         return False
     data = getattr(trainer, "datamodule", None)
-    if data is not None and any(_defines(data, name, pl.LightningDataModule) for name in OF_A_BATCH):
+    moves = [_definer(data, name) for name in OF_A_BATCH if hasattr(data, name)]  # this library's only moves batches
+    if any(kind.__module__.partition(".")[0] not in (pl.__name__, OWN[:-1]) for kind in moves):
         return False
     return all(map(_allows_blocks, callbacks_of(trainer)))
 
@@ -537,15 +538,17 @@ def _is_small(trainer: Any, module: ChainModel) -> bool:
     """Return whether blocks save time; it depends on sizes alone, not on times that are measured, so a run repeats."""
     chains = module.chains
     chosen = chains.compiled != True and chains.chosen_execution in ("auto", "vmap") and not module._compiled_net  # noqa: E712
-    steps = trainer.estimated_stepping_batches * chains.num_chains
+    steps = trainer.estimated_stepping_batches
+    # One chain gains from compiled steps alone.
+    pays = steps >= WORTH_COMPILING or (chains.num_chains > 1 and steps * chains.num_chains >= FEWEST)
     numbers = sum(tensor.numel() for tensor in chains.trainable.values())
-    return chosen and steps >= FEWEST and numbers <= LARGEST and all(map(_is_traceable, module.modules()))
+    return chosen and pays and numbers <= LARGEST and all(map(_is_traceable, module.modules()))
 
 
 def _is_traceable(part: nn.Module) -> bool:
     """Return whether a part of a network only computes, as far as its class, its code and its hooks show."""
     hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    if isinstance(part, CHANGING) or any(hooks):
+    if (isinstance(part, CHANGING) and getattr(part, "p", 1) != 0) or any(hooks):  # dropout of nothing is no change
         return False
     own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", "pytorch_lightning.", OWN))]
     methods = COMPUTING if isinstance(part, pl.LightningModule) else {name for kind in own for name in vars(kind)}
@@ -565,9 +568,14 @@ def _is_known(callback: pl.Callback, name: str) -> bool:
     """Return whether a callback's hook is Lightning's empty one, or one of this library or of its timer."""
     if name in vars(callback):
         return False
-    definer = next((kind for kind in type(callback).__mro__ if name in vars(kind)), object)
+    definer = _definer(callback, name)
     own = isinstance(callback, RunCallback) and definer.__module__.startswith(OWN)
     return definer in (pl.Callback, Timer) or (own and name not in OF_A_GRAPH)
+
+
+def _definer(part: Any, name: str) -> type:
+    """Return the class from which an object has a method."""
+    return next((kind for kind in type(part).__mro__ if name in vars(kind)), object)
 
 
 def _hooks_of(trainer: pl.Trainer, name: str) -> list[Callable[..., Any]]:
