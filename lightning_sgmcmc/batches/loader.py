@@ -296,7 +296,7 @@ class ResumableLoader:
             self._fetch = self._begin()
         first = self._batches + self._skipped
         self._batches += count
-        return [order.rows_of(first, count) for order in self._orders]
+        return [[order.indices(first + place) for place in range(count)] for order in self._orders]
 
     def order_of(self, chain: int) -> BatchOrder:
         """Return the order of a chain's batches of the present data, by its global index."""

@@ -143,10 +143,6 @@ class BatchOrder:
         size = self.spec.batch_size
         return self._taken(epoch, position * size, min((position + 1) * size, self._share))
 
-    def rows_of(self, batch: int, count: int) -> list[Tensor]:
-        """Return the indices of several batches, each as `indices` does."""
-        return [self.indices(batch + place) for place in range(count)]
-
     def _taken(self, epoch: int, first: int, stop: int) -> Tensor:
         """Return the data at the places from `first` to `stop` of this replica in an epoch."""
         if epoch != self._epoch or first < self._first or stop > self._first + len(self._order):

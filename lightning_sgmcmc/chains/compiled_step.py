@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.traced import NotTraceableError, check_alike, trace
+from lightning_sgmcmc.chains.traced import NotTraceableError, check_alike, trace, with_gradient
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
@@ -146,12 +146,8 @@ class CompiledSteps:
             inverse, weight, *others = fixed
             own = pytree.tree_unflatten(parts, structure)
             named = dict(zip(self._others, others, strict=True))
-
-            def loss(values: Tensor) -> tuple[Tensor, Tensor]:
-                found = self._energies(values, named, own, axis, inverse, None if is_mean else weight)
-                return found[0], found[1]
-
-            gradient, numbers = torch.func.grad(loss, has_aux=True)(state[0])
+            used = None if is_mean else weight
+            gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, used)
             values, *rows = (tensor.clone() for tensor in state)
             self._update(values, gradient, dict(zip(names, rows, strict=True)), [n.clone() for n in drawn], columns)
             return values, *rows, numbers

@@ -162,21 +162,17 @@ class ChainEnergies:
         batch = self._usable(batch)
         looks = self.first_batches is not None and self.first_batches.takes(batch)
         factor = weigh()
-        gradient, loss, (potential, log_prior), each = self._rows.with_gradient(batch, factor, checks or looks)
-        if looks and self.first_batches is not None:
-            self.first_batches.after(each)
-        size, excess = each.shape[-1], _excess(each, factor)
-        if self._chains is None:
-            potential, log_prior, each = potential[0], log_prior[0], each[0]
-        return StepEnergy(potential, log_prior, each if keeps_each else None, size, loss, excess), gradient
+        gradient, *found = self._rows.with_gradient(batch, factor, checks or looks)
+        return self._step_of_rows(found, keeps_each, looks, factor), gradient
 
     @torch.no_grad()
     def plain(self, batch: Any, factor: float | None) -> Tensor:
         """Look at a batch, if it is one of a fit's first; return Ũ/N and log p(θ), shape (2, C), without a trace."""
         assert self._rows is not None
+        batch = self._usable(batch)
         if self.first_batches is not None:
             self.first_batches.takes(batch)
-        return self._rows(self._usable(batch), factor)[1]
+        return self._rows(batch, factor)[1]
 
     @property
     def is_looking(self) -> bool:
@@ -202,9 +198,14 @@ class ChainEnergies:
         self, rows: "RowEnergies", batch: Any, keeps_each: bool, looks: bool, factor: float | None
     ) -> StepEnergy:
         try:
-            loss, (potential, log_prior), each = rows(batch, factor)
+            found = rows(batch, factor)
         except RuntimeError as error:
             raise vmap_refusal(error, self._model) from error
+        return self._step_of_rows(found, keeps_each, looks, factor)
+
+    def _step_of_rows(self, found: Sequence[Tensor], keeps_each: bool, looks: bool, factor: float | None) -> StepEnergy:
+        """Return the energies of a batch from what `RowEnergies` returns."""
+        loss, (potential, log_prior), each = found
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
         size, excess = each.shape[-1], _excess(each, factor)
@@ -366,10 +367,7 @@ class RowEnergies:
         A factor and the batch's form are among what is traced.
         """
         assert self._traced is not None
-        own = isinstance(batch, ChainBatches)
-        if own:
-            batch = batch.stacked() if self._chains is not None else batch[0]
-        axis = 0 if own and self._chains is not None else None
+        batch, axis = self._with_its_axis(batch)
         weight = None if factor is None else self._factor.fill_(factor)
         found = self._traced(self._flat.values, self._others, batch, axis, self._inverse, weight)
         if checks:
@@ -381,10 +379,7 @@ class RowEnergies:
     def __call__(self, batch: Any, factor: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and
         log p(y|x,θ) of each datum, shape (C, n). The next replay of a graph overwrites the first and the last."""
-        own = isinstance(batch, ChainBatches)
-        if own:
-            batch = batch.stacked() if self._chains is not None else batch[0]
-        axis = 0 if own and self._chains is not None else None
+        batch, axis = self._with_its_axis(batch)
         if self._unrolled is None:
             self._unrolled = self._measured(batch if axis is None else pytree.tree_map(lambda t: t[0], batch))
         if not self._may_unroll:
@@ -398,6 +393,12 @@ class RowEnergies:
             rank_zero_info(f"torch.vmap cannot run the network ({str(error).splitlines()[0]}): chains run one by one.")
             self._unrolled = True
             return self._found(batch, axis, factor)
+
+    def _with_its_axis(self, batch: Any) -> tuple[Any, int | None]:
+        """Return one batch for all chains, and its axis of chains, if each has its own."""
+        if not isinstance(batch, ChainBatches):
+            return batch, None
+        return (batch[0], None) if self._chains is None else (batch.stacked(), 0)
 
     def _found(self, batch: Any, axis: int | None, factor: float | None) -> tuple[Tensor, Tensor, Tensor]:
         if self._compiled is None:

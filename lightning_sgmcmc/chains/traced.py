@@ -67,17 +67,23 @@ class TracedEnergies:
             def energies(values: Tensor, inverse: Tensor, weight: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
                 own = pytree.tree_unflatten(list(rest[: len(parts)]), structure)
                 named = dict(zip(others, rest[len(parts) :], strict=True))
-                given = named, own, axis, inverse, None if factor is None else weight
-
-                def loss(values: Tensor) -> tuple[Tensor, Energies]:
-                    found = self._function(values, *given)
-                    return found[0], found
-
-                gradient, found = torch.func.grad(loss, has_aux=True)(values)
-                return gradient, *found
+                return with_gradient(
+                    self._function, values, named, own, axis, inverse, None if factor is None else weight
+                )
 
             traced = self._known[key] = trace(energies, tensors, self._model).forward
         return traced(*tensors)
+
+
+def with_gradient(function: Callable[..., Energies], values: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Return the gradient of the first tensor that a function of values and others returns, and all of these."""
+
+    def loss(values: Tensor) -> tuple[Tensor, Energies]:
+        found = function(values, *given)
+        return found[0], found
+
+    gradient, found = torch.func.grad(loss, has_aux=True)(values)
+    return gradient, *found
 
 
 def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module) -> GraphModule:
