@@ -5,11 +5,14 @@ of `chains.traced`, and those of the sampler's rule, are therefore compiled toge
 another. The numbers are those of the same formulas, up to rounding.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.traced import NotTraceableError, check_alike, trace, with_gradient
@@ -38,6 +41,7 @@ class CompiledSteps:
         others: its other tensors, by name.
         flat: the sampled parameters, with their state as rows.
         inverse: 1/N, shape ().
+        most: steps that are made at once.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class CompiledSteps:
         flat: FlatParameters,
         sampler: Sampler,
         inverse: Tensor,
+        most: int,
     ) -> None:
         self._energies = energies
         self._model = model
@@ -55,11 +60,12 @@ class CompiledSteps:
         self._flat = flat
         self._sampler = sampler
         self._inverse = inverse
+        self._most = most
         self._known: dict[Any, Any] = {}
 
     def run(
         self,
-        batches: Sequence[Sequence[Tensor]],
+        batches: Sequence[Tensor],
         structure: Any,
         axis: int | None,
         factor: float | None,
@@ -67,13 +73,14 @@ class CompiledSteps:
         controls: Sequence[Controls],
         first: Tensor | None = None,
     ) -> Tensor | None:
-        """Make steps; return Ũ/N and log p(θ) of each, shape (K, 2, C).
+        """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C).
 
-        If one of these is not finite, or the last state, no step is made, and it returns None.
+        If one of these is not finite in some step, or the last state, no step is made, and it returns None.
 
         Args:
-            batches: the tensors of each step's batch, of one form, with a leading axis of chains if `axis` is 0.
-            structure: what they are the leaves of.
+            batches: the tensors of all steps' batches, shape (K, ...), with an axis of chains after the first if `axis`
+                is 0.
+            structure: what the tensors of a batch are the leaves of.
             factor: the weight of the log-likelihoods, see `DataWeights`.
             noise: normal numbers, shape (K, C, draws · P); None for steps without noise.
             controls: those of each group.
@@ -86,77 +93,105 @@ class CompiledSteps:
         sampler, flat = self._sampler, self._flat
         buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
         columns, form = self._columns(controls)
-        parts = batches[0]
-        shapes = tuple([(part.shape, part.dtype, part.stride()) for part in parts])
+        shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
         options = repr([_fixed(group) for group in sampler.param_groups])
         names = tuple([(place, name) for place, name, _ in buffers])
         key = structure, shapes, axis, factor is None, noise is None, form, names, options, sampler.num_data
-        weight = self._inverse if factor is None else torch.full_like(self._inverse, factor)
-        fixed = [self._inverse, weight, *self._others.values()]
+        weight = self._inverse.clone() if factor is None else torch.full_like(self._inverse, factor)
+        fixed = _apart([self._inverse, weight, *self._others.values()])
         state = [flat.values, *(rows for *_, rows in buffers)]
+        of_steps = [*([] if noise is None else [noise]), *batches, *columns]
         if key not in self._known:
             self._known[key] = None
-            examples = state, fixed, [] if noise is None else [noise[0]], [*parts], [column[0] for column in columns]
-            self._known[key] = self._compiled(names, structure, axis, factor is None, examples)
-        function = self._known[key]
-        if function is None:
+            room = [values.new_zeros(self._most, *values.shape[1:]) for values in of_steps]
+            for kept, values in zip(room, of_steps, strict=True):
+                kept[:1] = values[:1]
+            counts = [len(part) for part in (state, fixed, [] if noise is None else [noise], batches, columns)]
+            self._known[key] = self._compiled(names, structure, axis, factor is None, counts, state, fixed, room), room
+        if self._known[key] is None:
             raise NotTraceableError("the rule sets its options in a step")
-        numbers: list[Tensor] = []
-        drawn: list[Sequence[Tensor]] = [] if noise is None else [noise.unbind()]
-        for batch, *own in zip(batches, *drawn, *columns, strict=True):
-            given = [*own[: len(drawn)], *batch, *own[len(drawn) :]]
-            *state, found = function(*state, *fixed, *given)
-            numbers.append(found)
-        energies = torch.stack(numbers)
+        function, room = self._known[key]
+        for kept, values in zip(room, of_steps, strict=True):
+            kept[: len(values)] = values
+        found = function(*self._carried(state), *fixed, *room, torch.tensor(len(of_steps[0])))
+        _, *state_after, begun, energies, is_finite = found
         if first is not None:
-            check_alike(energies[0], first)
-        if not bool(energies.isfinite().all() & state[0].isfinite().all()):
+            check_alike(begun, first)
+        if not bool(is_finite & state_after[0].isfinite().all()):
             return None
-        for target, source in zip([flat.values, *(rows for *_, rows in buffers)], state, strict=True):
+        for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
         for group, (lr, _) in zip(sampler.param_groups, controls, strict=True):
             for name in FOLLOWING:
                 if name in group:
                     group[name] = lr[-1]
-        return energies
+        return cast(Tensor, energies)
 
-    def _columns(self, controls: Sequence[Controls]) -> tuple[list[Sequence[Tensor]], Any]:
-        """Return the controls of all groups as tensors, one for each step, and their shapes."""
-        columns: list[Sequence[Tensor]] = []
+    def _carried(self, state: list[Tensor]) -> list[Tensor]:
+        """Return what the steps begin with: their number, the state, the first energies, the last two, and whether all
+        are finite."""
+        nothing = self._flat.values.new_zeros(2, len(self._flat.values))
+        return [torch.tensor(0), *state, nothing, torch.stack([nothing, nothing]), torch.tensor(True)]
+
+    def _columns(self, controls: Sequence[Controls]) -> tuple[list[Tensor], Any]:
+        """Return the controls of all groups as tensors with an axis of steps, and the shapes of one step's."""
+        columns: list[Tensor] = []
         form: list[Any] = []
         for group in controls:
             for values in group:
                 if isinstance(values[0], Tensor):
-                    columns.append([value for value in values if isinstance(value, Tensor)])
+                    columns.append(torch.stack([value for value in values if isinstance(value, Tensor)]))
                     form.append(values[0].shape)
                 else:
-                    columns.append(torch.tensor(values, dtype=self._flat.values.dtype).unbind())
+                    columns.append(torch.tensor(values, dtype=self._flat.values.dtype))
                     form.append(None)
         return columns, tuple(form)
 
     def _compiled(
-        self, names: Any, structure: Any, axis: int | None, is_mean: bool, examples: tuple[list[Tensor], ...]
+        self,
+        names: Any,
+        structure: Any,
+        axis: int | None,
+        is_mean: bool,
+        counts: list[int],
+        state: list[Tensor],
+        fixed: list[Tensor],
+        room: list[Tensor],
     ) -> Any:
-        """Return the step as a compiled function of the state, what is fixed, noise, a batch's tensors and controls."""
-        counts = [len(part) for part in examples]
+        """Return the steps as a compiled loop, a function of what `_carried` returns, what is fixed, what each step
+        has of its own, and the number of steps.
 
-        def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        Args:
+            counts: numbers of tensors of the state, of what is fixed, of the noise, of a batch and of the controls.
+        """
+
+        def step(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
-            state, fixed, drawn, parts, columns = ([next(given) for _ in range(count)] for count in counts)
-            inverse, weight, *others = fixed
+            state = [next(given) for _ in range(counts[0])]
+            begun, energies, is_finite = (next(given) for _ in range(3))
+            inverse, weight, *others = (next(given) for _ in range(counts[1]))
+            at = index.reshape(1)
+            drawn, parts, columns = (
+                [next(given).index_select(0, at).squeeze(0) for _ in range(count)] for count in counts[2:]
+            )
             own = pytree.tree_unflatten(parts, structure)
             named = dict(zip(self._others, others, strict=True))
             used = None if is_mean else weight
             gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, used)
             values, *rows = (tensor.clone() for tensor in state)
-            self._update(values, gradient, dict(zip(names, rows, strict=True)), [n.clone() for n in drawn], columns)
-            return values, *rows, numbers
+            self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns)
+            last = torch.stack([energies[1], numbers])
+            all_finite = is_finite & numbers.isfinite().all()
+            return index + 1, values, *rows, torch.where(index == 0, numbers, begun), last, all_finite
 
-        tensors: list[Any] = [tensor for part in examples for tensor in part]
-        traced = trace(step, tensors, self._model)
+        carried = self._carried(state)
+        tensors = [*carried, *fixed, *room]
+        looped = _loop(trace(step, tensors, self._model), len(carried), len(tensors) - len(carried) + 1)
         try:
             with torch.no_grad():
-                return torch._inductor.compile(traced, tensors, options={"cpp_wrapper": True})
+                examples = [*tensors, torch.tensor(1)]
+                looped = make_fx(looped, tracing_mode="fake")(*examples)  # the compiler wants its marks
+                return torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
         except Exception as error:  # of a compiler that fails or is missing
             raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
 
@@ -193,6 +228,41 @@ class CompiledSteps:
                 if name not in FOLLOWING and value is not before.get(name):
                     raise NotTraceableError(f"{type(sampler).__name__} sets {name!r} in a step")
             start = stop
+
+
+def _loop(step: GraphModule, carried: int, others: int) -> GraphModule:
+    """Return a loop of steps, a function of what one passes on to the next, first the step's number, and of what all
+    have, last the number of steps."""
+    condition, body = Graph(), Graph()
+    for graph, is_body in ((condition, False), (body, True)):
+        inputs = [graph.placeholder(f"given_{place}") for place in range(carried + others)]
+        if is_body:
+            found = graph.call_module("step", tuple(inputs[:-1]))
+            graph.output(tuple(graph.call_function(operator.getitem, (found, place)) for place in range(carried)))
+        else:
+            graph.output(graph.call_function(torch.ops.aten.lt.Tensor, (inputs[0], inputs[-1])))
+    root = nn.Module()
+    root.condition = GraphModule(nn.Module(), condition)
+    root.body = GraphModule(nn.ModuleDict({"step": step}), body)
+    graph = Graph()
+    inputs = [graph.placeholder(f"given_{place}") for place in range(carried + others)]
+    parts = graph.get_attr("condition"), graph.get_attr("body")
+    found = graph.call_function(
+        torch.ops.higher_order.while_loop, (*parts, tuple(inputs[:carried]), tuple(inputs[carried:]))
+    )
+    graph.output(tuple(graph.call_function(operator.getitem, (found, place)) for place in range(carried)))
+    return GraphModule(root, graph)
+
+
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors no two of which have the same memory, as a loop wants them."""
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        place = tensor.untyped_storage().data_ptr()
+        found.append(tensor.clone() if place in seen else tensor)
+        seen.add(place)
+    return found
 
 
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,10 +179,10 @@ class ChainEnergies:
         """Whether some of the coming batches are looked at."""
         return self.first_batches is not None and self.first_batches.is_looking
 
-    def compiled_steps(self, sampler: Sampler) -> CompiledSteps:
+    def compiled_steps(self, sampler: Sampler, most: int) -> CompiledSteps:
         """Return what makes steps of these energies with a sampler whose state is in the rows."""
         assert self._rows is not None
-        return self._rows.compiled_steps(sampler)
+        return self._rows.compiled_steps(sampler, most)
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -357,9 +357,9 @@ class RowEnergies:
         self._num_data = num_data
         self._inverse.fill_(1 / num_data)
 
-    def compiled_steps(self, sampler: Sampler) -> CompiledSteps:
-        """Return what makes steps of these energies."""
-        return CompiledSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse)
+    def compiled_steps(self, sampler: Sampler, most: int) -> CompiledSteps:
+        """Return what makes steps of these energies, so many at once."""
+        return CompiledSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse, most)
 
     def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
         """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.

@@ -107,6 +107,9 @@ class StepBlocks:
                 f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."
             )
         self._compiled: CompiledSteps | None = None
+        numbers = _numbers(module) * max(1, self._sampler.draws)
+        self._most = max(1, min(MOST, MOST_NUMBERS // numbers))
+        """Steps of a block."""
         self._counters = module.chains.counters
         loop: Any = trainer.fit_loop.epoch_loop
         self._loop, self._plain = loop, loop.advance
@@ -196,9 +199,7 @@ class StepBlocks:
         if not can_be_compiled(sampler) or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
         coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
-        numbers = sum(tensor.numel() for tensor in chains.trainable.values()) * max(1, sampler.draws)
-        most = max(1, min(MOST, MOST_NUMBERS // numbers))
-        for ahead in range(most):
+        for ahead in range(self._most):
             if any(callback.acts_in(first + ahead) for callback in self._acting):
                 return ahead, False
             if self._is_seen(coming + ahead, ahead):
@@ -206,7 +207,7 @@ class StepBlocks:
                 return (ahead, False) if is_odd else (ahead + 1, True)
             if late and self._shows(coming + ahead):
                 return ahead + 1, True
-        return most, False
+        return self._most, False
 
     def _checks(self) -> bool:
         """Return whether the coming step compares traced energies with others: at the start of most epochs."""
@@ -228,19 +229,19 @@ class StepBlocks:
             energies = self._computed(taken, factors.pop(), controls)
         if energies is not None:
             self._counters.compiled_steps += count
-            self._pass_over(count - is_seen, energies, taken.size or 0, index)
+            self._pass_over(count - is_seen, energies[0 if is_seen else 1], taken.size or 0, index)
         for place in range(0 if energies is None else count - is_seen, count):
             is_last = place + 1 == count
             self._loop.batch_progress.is_last_batch = is_last and source.is_done
             if not (is_last and is_seen):
                 self._make_hidden_step(taken.batch(place), index + place)
             else:
-                made = None if energies is None else (energies[-1], taken.size or 0)
+                made = None if energies is None else (energies[1], taken.size or 0)
                 self._make_seen_step(taken.batch(place), index + place, made)
         return is_seen
 
     def _computed(self, taken: Taken, factor: float | None, controls: list[Controls]) -> Tensor | None:
-        """Make some steps by a compiled function, and return their energies; None if it cannot make them."""
+        """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
         if energies is None or len(noisy) > 1 or not can_be_compiled(sampler):
@@ -250,8 +251,8 @@ class StepBlocks:
         try:
             before = energies.plain(taken.batch(0), factor) if checks or energies.is_looking else None
             if self._compiled is None:
-                self._compiled = energies.compiled_steps(sampler)
-            noise = sampler.next_noise(len(taken.parts)) if noisy == {True} else None
+                self._compiled = energies.compiled_steps(sampler, self._most)
+            noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
             found = self._compiled.run(taken.parts, taken.structure, taken.axis, factor, noise, controls, before)
         except NotTraceableError as error:
             self._compiles, self._epoch = False, -1  # the next step compares them again
@@ -291,7 +292,7 @@ class StepBlocks:
                 for name in vars(numbers):  # ready, completed, and others
                     setattr(numbers, name, getattr(numbers, name) + count)
         loop._batches_that_stepped += count
-        self._record(energies[count - 1], count, size, index)
+        self._record(energies, count, size, index)
         for callback in self._acting:
             callback.pass_over(trainer, count)
         self._counters.hidden_steps += count
@@ -421,8 +422,12 @@ def _is_small(trainer: Any, module: ChainModel) -> bool:
     steps = trainer.estimated_stepping_batches
     # One chain gains from compiled steps alone.
     pays = steps >= WORTH_COMPILING or (chains.num_chains > 1 and steps * chains.num_chains >= FEWEST)
-    numbers = sum(tensor.numel() for tensor in chains.trainable.values())
-    return chosen and pays and numbers <= LARGEST and all(map(_is_traceable, module.modules()))
+    return chosen and pays and _numbers(module) <= LARGEST and all(map(_is_traceable, module.modules()))
+
+
+def _numbers(module: ChainModel) -> int:
+    """Return how many numbers all chains of a process sample."""
+    return sum(tensor.numel() for tensor in module.chains.trainable.values())
 
 
 def _is_traceable(part: nn.Module) -> bool:

@@ -29,7 +29,8 @@ class Taken:
     """Batches of some steps.
 
     Attributes:
-        parts: the tensors of each step's batch, with a leading axis of chains if they have batches of their own.
+        parts: the tensors of all steps' batches, shape (K, ...), with an axis of chains after that of steps if they have
+            batches of their own.
         size: data of each batch and chain; None if they differ, and then there are no `parts`.
     """
 
@@ -38,12 +39,12 @@ class Taken:
         chains, steps, sizes = len(indices), len(indices[0]), {len(rows) for own in indices for rows in own}
         self.axis = None if chains == 1 else 0
         self.size = sizes.pop() if len(sizes) == 1 else None
-        self.parts: list[tuple[Tensor, ...]] = []
+        self.parts: list[Tensor] = []
         self.structure = pytree.tree_structure(kind(tensors))
         if self.size is not None:
             at = torch.cat([rows for own in indices for rows in own]).view(chains, steps, -1)
             at = at[0] if chains == 1 else at.transpose(0, 1).contiguous()
-            self.parts = list(zip(*(tensor[at].unbind() for tensor in tensors), strict=True))
+            self.parts = [tensor[at] for tensor in tensors]
 
     def batch(self, place: int) -> Any:
         """Return a step's batch as the loader would."""
