@@ -282,11 +282,6 @@ class ResumableLoader:
         is_plain = self.num_workers == 0 and self.collate_fn is as_is
         return getattr(self.dataset, "plain_tensors", None) if is_plain else None
 
-    @property
-    def ends_odd(self) -> bool:
-        """Whether the last batch of a pass over the data is shorter than others."""
-        return not self.drop_last and -(-self.num_data // self.num_replicas) % self.batch_size != 0
-
     def take(self, count: int) -> list[list[Tensor]]:
         """Return the indices of the pass's next batches, for each chain a list of tensors, in the place of the batches
         themselves."""

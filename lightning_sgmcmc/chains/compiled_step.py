@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.traced import NotTraceableError, check_alike, trace, with_gradient
+from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, trace, with_gradient
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
@@ -68,10 +68,11 @@ class CompiledSteps:
         batches: Sequence[Tensor],
         structure: Any,
         axis: int | None,
-        factor: float | None,
+        weights: Tensor,
         noise: Tensor | None,
         controls: Sequence[Controls],
         first: Tensor | None = None,
+        last: Tensor | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C).
 
@@ -81,14 +82,15 @@ class CompiledSteps:
             batches: the tensors of all steps' batches, shape (K, ...), with an axis of chains after the first if `axis`
                 is 0.
             structure: what the tensors of a batch are the leaves of.
-            factor: the weight of the log-likelihoods, see `DataWeights`.
+            weights: those of the data's log-likelihoods in Ũ/N, shape (K, B), 0 for what fills up short batches.
             noise: normal numbers, shape (K, C, draws · P); None for steps without noise.
             controls: those of each group.
             first: the first step's energies, computed in another way.
+            last: those of the last step's batch in the present state.
 
         Raises:
             NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
-                energies are not `first`; no step is made then.
+                energies are not `first` or `last`; no step is made then.
         """
         sampler, flat = self._sampler, self._flat
         buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
@@ -96,18 +98,25 @@ class CompiledSteps:
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
         options = repr([_fixed(group) for group in sampler.param_groups])
         names = tuple([(place, name) for place, name, _ in buffers])
-        key = structure, shapes, axis, factor is None, noise is None, form, names, options, sampler.num_data
-        weight = self._inverse.clone() if factor is None else torch.full_like(self._inverse, factor)
-        fixed = _apart([self._inverse, weight, *self._others.values()])
+        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None
+        num_data = torch.full_like(self._inverse, sampler.num_data or 0)
+        fixed = _apart([self._inverse, num_data, *self._others.values()])
         state = [flat.values, *(rows for *_, rows in buffers)]
-        of_steps = [*([] if noise is None else [noise]), *batches, *columns]
+        of_steps = [*([] if noise is None else [noise]), *batches, weights, *columns]
+        if last is not None:
+            own = pytree.tree_unflatten([part[-1] for part in batches], structure)
+            with torch.no_grad():
+                found = self._energies(flat.values, self._others, own, axis, self._inverse, weights[-1])
+            check_alike(found[1], last)
         if key not in self._known:
+            if len(self._known) >= MOST_FORMS:
+                raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
             self._known[key] = None
             room = [values.new_zeros(self._most, *values.shape[1:]) for values in of_steps]
             for kept, values in zip(room, of_steps, strict=True):
                 kept[:1] = values[:1]
-            counts = [len(part) for part in (state, fixed, [] if noise is None else [noise], batches, columns)]
-            self._known[key] = self._compiled(names, structure, axis, factor is None, counts, state, fixed, room), room
+            counts = [len(part) for part in (state, fixed, of_steps[: noise is not None], batches, [weights, *columns])]
+            self._known[key] = self._compiled(names, structure, axis, counts, state, fixed, room), room
         if self._known[key] is None:
             raise NotTraceableError("the rule sets its options in a step")
         function, room = self._known[key]
@@ -152,7 +161,6 @@ class CompiledSteps:
         names: Any,
         structure: Any,
         axis: int | None,
-        is_mean: bool,
         counts: list[int],
         state: list[Tensor],
         fixed: list[Tensor],
@@ -162,24 +170,24 @@ class CompiledSteps:
         has of its own, and the number of steps.
 
         Args:
-            counts: numbers of tensors of the state, of what is fixed, of the noise, of a batch and of the controls.
+            counts: numbers of tensors of the state, of what is fixed, of the noise, of a batch, and of weights and
+                controls.
         """
 
         def step(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
             state = [next(given) for _ in range(counts[0])]
             begun, energies, is_finite = (next(given) for _ in range(3))
-            inverse, weight, *others = (next(given) for _ in range(counts[1]))
+            inverse, num_data, *others = (next(given) for _ in range(counts[1]))
             at = index.reshape(1)
-            drawn, parts, columns = (
+            drawn, parts, (weights, *columns) = (
                 [next(given).index_select(0, at).squeeze(0) for _ in range(count)] for count in counts[2:]
             )
             own = pytree.tree_unflatten(parts, structure)
             named = dict(zip(self._others, others, strict=True))
-            used = None if is_mean else weight
-            gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, used)
+            gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, weights)
             values, *rows = (tensor.clone() for tensor in state)
-            self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns)
+            self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data)
             last = torch.stack([energies[1], numbers])
             all_finite = is_finite & numbers.isfinite().all()
             return index + 1, values, *rows, torch.where(index == 0, numbers, begun), last, all_finite
@@ -202,11 +210,14 @@ class CompiledSteps:
         buffers: Mapping[tuple[int, str], Tensor],
         noise: list[Tensor],
         columns: list[Tensor],
+        num_data: Tensor,
     ) -> None:
-        """Make the rule's update of rows in place, with controls that are tensors."""
+        """Make the rule's update of rows in place, with controls and N that are tensors."""
         sampler, start, width = self._sampler, 0, self._flat.values.shape[1]
         rule: Any = object.__new__(type(sampler))  # a copy whose state is these tensors
         vars(rule).update(vars(sampler))
+        if sampler.num_data is not None:
+            rule.num_data = num_data
         flat: Any = object.__new__(FlatParameters)
         vars(flat).update(vars(self._flat))
         flat.groups, flat._of_values = [], {}

@@ -479,7 +479,10 @@ class RowEnergies:
 
 
 def weighed(each: Tensor, factor: Tensor | float | None) -> Tensor:
-    """Return the log-likelihood's part of -Ũ/N: the mean of log p(y|x,θ), or the sum times a factor."""
+    """Return the log-likelihood's part of -Ũ/N: the mean of log p(y|x,θ), or the sum times a factor, or the sum with a
+    weight of each datum, shape (n,)."""
+    if isinstance(factor, Tensor) and factor.dim() == 1:
+        return (each * factor).sum(-1)
     return each.mean(-1) if factor is None else each.sum(-1) * factor
 
 

@@ -16,8 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 Energies = tuple[Tensor, ...]
-
-
 MOST_FORMS = 8
 """Forms of batches that are traced; each takes part of a second."""
 

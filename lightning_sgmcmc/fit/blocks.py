@@ -10,6 +10,7 @@ which Lightning validates, logs, saves, shows its progress, or ends an epoch.
 A run with a part that acts at every step, such as a user's callback with `on_train_batch_end`, has no blocks.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -149,7 +150,7 @@ class StepBlocks:
         while True:
             late = time.monotonic() - begun > LONGEST
             # Which steps are compiled does not depend on time, since their rounding does on it.
-            if source is not None and (free := self._free_steps(source.ends_odd, late))[0]:
+            if source is not None and (free := self._free_steps(late))[0]:
                 if self._make_block(source, *free):
                     return
                 continue
@@ -185,17 +186,18 @@ class StepBlocks:
 
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
-    def _free_steps(self, ends_odd: bool, late: bool) -> tuple[int, bool]:
+    def _free_steps(self, late: bool) -> tuple[int, bool]:
         """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them.
 
-        An epoch's last batch is not among them if it `ends_odd`, since its form would be compiled too. The first steps
-        of a run are not, in which its batches are looked at.
+        The first steps of a run are not among them, in which its batches are looked at.
         """
         chains, sampler = self._module.chains, self._sampler
         energies = chains.energies
         ready = chains.traces and self._compiles and not self._clip[0] and sampler.step_count >= LAST
         if not ready or chains.observed.keeps_each or energies is None:
             return 0, False
+        if chains.weights is None or not chains.weights.counts_rows:
+            return 0, False  # a short batch is filled up, so a datum must be a row
         if not can_be_compiled(sampler) or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
         coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
@@ -203,8 +205,7 @@ class StepBlocks:
             if any(callback.acts_in(first + ahead) for callback in self._acting):
                 return ahead, False
             if self._is_seen(coming + ahead, ahead):
-                is_odd = ends_odd and coming + ahead >= self._trainer.num_training_batches
-                return (ahead, False) if is_odd else (ahead + 1, True)
+                return ahead + 1, True
             if late and self._shows(coming + ahead):
                 return ahead + 1, True
         return self._most, False
@@ -222,25 +223,25 @@ class StepBlocks:
         controls, possible = self._controls(count)
         count, is_seen = possible, is_seen and possible == count
         index = self._loop.batch_idx + 1
-        factors = {chains.weights.factor(index + place) for place in range(count)}
+        factors = [chains.weights.factor(index + place) for place in range(count)]
         taken = source.take(count)
-        energies = None
-        if taken.size is not None and len(factors) == 1:
-            energies = self._computed(taken, factors.pop(), controls)
+        energies, sizes = None, taken.sizes
+        if sizes:
+            energies = self._computed(taken, factors, controls)
         if energies is not None:
             self._counters.compiled_steps += count
-            self._pass_over(count - is_seen, energies[0 if is_seen else 1], taken.size or 0, index)
+            self._pass_over(energies[0 if is_seen else 1], sizes[: count - is_seen], index)
         for place in range(0 if energies is None else count - is_seen, count):
             is_last = place + 1 == count
             self._loop.batch_progress.is_last_batch = is_last and source.is_done
             if not (is_last and is_seen):
                 self._make_hidden_step(taken.batch(place), index + place)
             else:
-                made = None if energies is None else (energies[1], taken.size or 0)
+                made = None if energies is None else (energies[1], sizes[-1])
                 self._make_seen_step(taken.batch(place), index + place, made)
         return is_seen
 
-    def _computed(self, taken: Taken, factor: float | None, controls: list[Controls]) -> Tensor | None:
+    def _computed(self, taken: Taken, factors: list[float | None], controls: list[Controls]) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
@@ -249,11 +250,13 @@ class StepBlocks:
         states = sampler.noise_states()
         checks, self._epoch = self._checks(), self._trainer.current_epoch
         try:
-            before = energies.plain(taken.batch(0), factor) if checks or energies.is_looking else None
+            before = energies.plain(taken.batch(0), factors[0]) if checks or energies.is_looking else None
+            last = energies.plain(taken.batch(-1), factors[-1]) if checks and taken.ends_short else None
             if self._compiled is None:
                 self._compiled = energies.compiled_steps(sampler, self._most)
             noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
-            found = self._compiled.run(taken.parts, taken.structure, taken.axis, factor, noise, controls, before)
+            weights = taken.weights(factors, sampler.flat.values.dtype)
+            found = self._compiled.run(taken.parts, taken.structure, taken.axis, weights, noise, controls, before, last)
         except NotTraceableError as error:
             self._compiles, self._epoch = False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not compiled: {error}.")
@@ -281,8 +284,9 @@ class StepBlocks:
                 kept.temperature.append(group["temperature"])
         return controls, count
 
-    def _pass_over(self, count: int, energies: Tensor, size: int, index: int) -> None:
+    def _pass_over(self, energies: Tensor, sizes: list[int], index: int) -> None:
         """Count steps that are made, and that neither Lightning nor callbacks see."""
+        count = len(sizes)
         if count == 0:
             return
         trainer, loop = self._trainer, self._loop
@@ -292,22 +296,26 @@ class StepBlocks:
                 for name in vars(numbers):  # ready, completed, and others
                     setattr(numbers, name, getattr(numbers, name) + count)
         loop._batches_that_stepped += count
-        self._record(energies, count, size, index)
+        self._record(energies, sizes, index)
         for callback in self._acting:
             callback.pass_over(trainer, count)
         self._counters.hidden_steps += count
 
-    def _record(self, energies: Tensor, count: int, size: int, index: int) -> Tensor:
-        """Record steps that are made, the last with Ũ/N and log p(θ), shape (2, C); return its loss."""
-        chains, sampler = self._module.chains, self._sampler
+    def _record(self, energies: Tensor, sizes: list[int], index: int) -> Tensor:
+        """Record steps that are made with batches of some sizes, the last with Ũ/N and log p(θ), shape (2, C); return
+        its loss."""
+        chains, sampler, count = self._module.chains, self._sampler, len(sizes)
         assert chains.weights is not None
         sampler.step_count += count
-        chains.weights.add(size, index, count)
-        chains.counters.gradient_evaluations += size * count
+        for size, alike in itertools.groupby(sizes):
+            same = len([*alike])
+            chains.weights.add(size, index, same)
+            index += same
+        chains.counters.gradient_evaluations += sum(sizes)
         chains.pulse.count += count
         chains.clear_gradients(sampler)
         potential, log_prior = energies if chains.stacked is not None else energies[:, 0]
-        chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
+        chains.observed.record(StepEnergy(potential, log_prior, None, sizes[-1]), 0)
         if sampler.guard is not None:
             sampler.guard.allows_update()
         return potential.sum()
@@ -354,7 +362,7 @@ class StepBlocks:
         optimizer.zero_grad.increment_completed()
         if made is not None:
             optimizer.step.increment_completed()
-            return self._record(made[0], 1, made[1], index)
+            return self._record(made[0], [made[1]], index)
         loss: Any = None
         if chains.traces:
             checks, self._epoch = self._checks(), trainer.current_epoch

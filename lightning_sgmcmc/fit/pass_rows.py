@@ -29,22 +29,41 @@ class Taken:
     """Batches of some steps.
 
     Attributes:
-        parts: the tensors of all steps' batches, shape (K, ...), with an axis of chains after that of steps if they have
-            batches of their own.
-        size: data of each batch and chain; None if they differ, and then there are no `parts`.
+        sizes: data of each batch and chain; empty if they differ between chains.
+        parts: the tensors of all steps' batches, shape (K, ..., B, ...), with an axis of chains after that of steps if
+            they have batches of their own. Shorter ones are filled up with copies of their first datum.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], indices: Sequence[Sequence[Tensor]], kind: type) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], indices: Sequence[Sequence[Tensor]], kind: type, size: int | None
+    ) -> None:
         self._tensors, self._indices, self._kind = tensors, indices, kind
-        chains, steps, sizes = len(indices), len(indices[0]), {len(rows) for own in indices for rows in own}
-        self.axis = None if chains == 1 else 0
-        self.size = sizes.pop() if len(sizes) == 1 else None
-        self.parts: list[Tensor] = []
+        self.axis = None if len(indices) == 1 else 0
         self.structure = pytree.tree_structure(kind(tensors))
-        if self.size is not None:
-            at = torch.cat([rows for own in indices for rows in own]).view(chains, steps, -1)
-            at = at[0] if chains == 1 else at.transpose(0, 1).contiguous()
+        sizes = [len(rows) for rows in indices[0]]
+        self.sizes = sizes if all([len(rows) for rows in own] == sizes for own in indices[1:]) else []
+        self.parts: list[Tensor] = []
+        self._size = max(size or 0, *sizes)
+        if self.sizes:
+            at = torch.stack([torch.stack([self._filled(rows) for rows in own]) for own in indices])
+            at = at[0] if len(indices) == 1 else at.transpose(0, 1).contiguous()
             self.parts = [tensor[at] for tensor in tensors]
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        missing = self._size - len(rows)
+        return torch.cat([rows, rows[:1].expand(missing)]) if missing > 0 else rows
+
+    @property
+    def ends_short(self) -> bool:
+        """Whether the last batch is filled up."""
+        return bool(self.sizes) and self.sizes[-1] < self._size
+
+    def weights(self, factors: Sequence[float | None], dtype: torch.dtype) -> Tensor:
+        """Return the weights of the data's log-likelihoods in Ũ/N, shape (K, B), by each step's factor, see
+        `DataWeights`."""
+        own = [1 / size if factor is None else factor for size, factor in zip(self.sizes, factors, strict=True)]
+        is_own = torch.arange(self._size) < torch.tensor(self.sizes)[:, None]
+        return is_own * torch.tensor(own, dtype=dtype)[:, None]
 
     def batch(self, place: int) -> Any:
         """Return a step's batch as the loader would."""
@@ -58,7 +77,7 @@ class RowsOfPass:
     Args:
         taken: returns the indices of the next batches, for each chain a list of tensors.
         kind: the class of a batch, list or tuple.
-        ends_odd: whether the last batch of an epoch is shorter than others.
+        size: data in a batch that is not short, None if unknown.
     """
 
     def __init__(
@@ -67,13 +86,13 @@ class RowsOfPass:
         tensors: Sequence[Tensor],
         taken: Callable[[int], list[list[Tensor]]],
         kind: type,
-        ends_odd: bool,
+        size: int | None,
     ) -> None:
         self._fetcher = fetcher
         self._tensors = tensors
         self._taken = taken
         self._kind = kind
-        self.ends_odd = ends_odd
+        self._size = size
 
     @property
     def is_done(self) -> bool:
@@ -82,7 +101,7 @@ class RowsOfPass:
 
     def take(self, count: int) -> Taken:
         """Return the batches of the next steps."""
-        taken = Taken(self._tensors, self._taken(count), self._kind)
+        taken = Taken(self._tensors, self._taken(count), self._kind, self._size)
         self._fetcher.fetched += count
         self._fetcher.done = self._fetcher.fetched >= self._fetcher.length
         self._fetcher.iterator._iterator._idx += count
@@ -104,7 +123,7 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     (own,), (loader,) = passes, loaders
     if isinstance(loader, ResumableLoader):
         tensors = loader.plain_tensors
-        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, loader.ends_odd)
+        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, loader.batch_size)
     if type(loader) is not DataLoader or type(own) is not _SingleProcessDataLoaderIter or loader.pin_memory:
         return None
     if (
@@ -116,11 +135,8 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     if not isinstance(own._dataset_fetcher, RowsOfTensors):
         own._dataset_fetcher = RowsOfTensors(loader.dataset)
 
-    batches: Any = loader.batch_sampler
-    ends_odd = not getattr(batches, "drop_last", False) and len(loader.dataset) % (loader.batch_size or 1) != 0
-
     def take(count: int) -> list[list[Tensor]]:
         own._num_yielded += count
         return [[torch.from_numpy(np.array(next(own._sampler_iter), dtype=np.int64)) for _ in range(count)]]
 
-    return RowsOfPass(fetcher, loader.dataset.tensors, take, list, ends_odd)
+    return RowsOfPass(fetcher, loader.dataset.tensors, take, list, loader.batch_size)
