@@ -5,7 +5,7 @@ Lightning would make: the same batches, controls, noise and calls of this librar
 has no effect in them is left out: contexts of profilers, hooks that nobody defines, the collection of metrics that
 nobody logs. The gradient comes from traced operations (`chains.traced`), for all chains at once, so the numbers are
 those of other steps up to rounding. Lightning's counts of batches and steps go on, and a block ends with the step after
-which Lightning validates, logs, saves, shows its progress, or ends an epoch.
+which Lightning validates, logs, saves or shows its progress, or an epoch ends that it sees (`hidden_epochs`).
 
 A run with a part that acts at every step, such as a user's callback with `on_train_batch_end`, has no blocks.
 """
@@ -35,6 +35,7 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.compiling import has_compiler
+from lightning_sgmcmc.fit.hidden_epochs import HiddenEpochs
 from lightning_sgmcmc.fit.pass_rows import RowsOfPass, Taken, rows_of_pass
 from lightning_sgmcmc.samplers import Sampler
 
@@ -107,6 +108,7 @@ class StepBlocks:
             rank_zero_info(
                 f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."
             )
+        self._epochs = HiddenEpochs(trainer, module)
         self._compiled: CompiledSteps | None = None
         numbers = _numbers(module) * max(1, self._sampler.draws)
         self._most = max(1, min(MOST, MOST_NUMBERS // numbers))
@@ -148,6 +150,9 @@ class StepBlocks:
         source = rows_of_pass(fetcher)
         begun = time.monotonic()
         while True:
+            if loop.batch_idx + 1 >= self._trainer.num_training_batches:
+                self._epochs.turn(fetcher)
+                source = rows_of_pass(fetcher)
             late = time.monotonic() - begun > LONGEST
             # Which steps are compiled does not depend on time, since their rounding does on it.
             if source is not None and (free := self._free_steps(late))[0]:
@@ -157,7 +162,7 @@ class StepBlocks:
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
-            if self._is_seen(index + 1) or (late and self._shows(index + 1)):
+            if self._is_seen(index + 1, late) or (late and self._shows(index + 1)):
                 self._make_seen_step(batch, index)
                 return
             self._make_hidden_step(batch, index)
@@ -165,11 +170,13 @@ class StepBlocks:
                 loop._batches_that_stepped -= 1  # which Lightning counts itself
                 return
 
-    def _is_seen(self, coming: int, ahead: int = 0) -> bool:
+    def _is_seen(self, coming: int, late: bool, ahead: int = 0) -> bool:
         """Return whether Lightning sees a step, the epoch's so many-th, so many steps ahead of the next."""
         trainer, loop = self._trainer, self._loop
         step = trainer.global_step + 1 + ahead
-        if trainer.should_stop or trainer.received_sigterm or coming >= trainer.num_training_batches:
+        if trainer.should_stop or trainer.received_sigterm:
+            return True
+        if coming >= trainer.num_training_batches and (late or not self._epochs.hides()):
             return True
         if 0 <= trainer.max_steps <= step or any(every >= 1 and step % every == 0 for every in self._keepers):
             return True
@@ -204,8 +211,10 @@ class StepBlocks:
         for ahead in range(self._most):
             if any(callback.acts_in(first + ahead) for callback in self._acting):
                 return ahead, False
-            if self._is_seen(coming + ahead, ahead):
+            if self._is_seen(coming + ahead, late, ahead):
                 return ahead + 1, True
+            if coming + ahead >= self._trainer.num_training_batches:
+                return ahead + 1, False
             if late and self._shows(coming + ahead):
                 return ahead + 1, True
         return self._most, False
