@@ -24,6 +24,12 @@ from lightning_sgmcmc.tensors import Control
 FOLLOWING = ("last_lr",)
 """Entries of a parameter group that a rule sets to a control of the step."""
 
+MOST_LOOPS = 64
+_LOOPS: dict[str, Any] = {}
+"""Compiled loops of this process, by their operations and shapes."""
+FEW_CONSTANTS = 1_000
+"""Numbers of a tensor that is written into a loop, up to which loops are compared by them."""
+
 
 class Controls(NamedTuple):
     """The controls of the coming steps of a group, a number or one for each chain, shape (C,)."""
@@ -194,14 +200,7 @@ class CompiledSteps:
 
         carried = self._carried(state)
         tensors = [*carried, *fixed, *room]
-        looped = _loop(trace(step, tensors, self._model), len(carried), len(tensors) - len(carried) + 1)
-        try:
-            with torch.no_grad():
-                examples = [*tensors, torch.tensor(1)]
-                looped = make_fx(looped, tracing_mode="fake")(*examples)  # the compiler wants its marks
-                return torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
-        except Exception as error:  # of a compiler that fails or is missing
-            raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
+        return _compiled_loop(trace(step, tensors, self._model), tensors, len(carried))
 
     def _update(
         self,
@@ -239,6 +238,27 @@ class CompiledSteps:
                 if name not in FOLLOWING and value is not before.get(name):
                     raise NotTraceableError(f"{type(sampler).__name__} sets {name!r} in a step")
             start = stop
+
+
+def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> Any:
+    """Return a compiled loop of steps, see `_loop`; fits of the same steps in a process share one."""
+    constants = [(name, value.tolist()) for name, value in step.named_buffers() if value.numel() <= FEW_CONSTANTS]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    key = repr((step.code, constants, shapes, carried, torch.get_num_threads()))
+    if key in _LOOPS and len(constants) == len([*step.buffers()]):
+        return _LOOPS[key]
+    examples = [*tensors, torch.tensor(1)]
+    try:
+        with torch.no_grad():
+            looped = _loop(step, carried, len(examples) - carried)
+            looped = make_fx(looped, tracing_mode="fake")(*examples)  # the compiler wants its marks
+            found = torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
+    except Exception as error:  # of a compiler that fails or is missing
+        raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
+    if len(_LOOPS) >= MOST_LOOPS:
+        _LOOPS.clear()
+    _LOOPS[key] = found
+    return found
 
 
 def _loop(step: GraphModule, carried: int, others: int) -> GraphModule:

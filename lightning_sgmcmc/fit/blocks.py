@@ -220,9 +220,11 @@ class StepBlocks:
         return self._most, False
 
     def _checks(self) -> bool:
-        """Return whether the coming step compares traced energies with others: at the start of most epochs."""
+        """Return whether the coming step compares traced energies with others: at the start of the first epochs, and
+        then of one in 8 or in 1,000 steps."""
         epoch = self._trainer.current_epoch
-        return epoch != self._epoch and (epoch < 8 or epoch % 8 == 0 or self._epoch < 0)
+        every = max(8, 1_000 // self._trainer.num_training_batches)
+        return epoch != self._epoch and (epoch < 8 or epoch % every == 0 or self._epoch < 0)
 
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
