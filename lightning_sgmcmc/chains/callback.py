@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sampler_of
+from lightning_sgmcmc.chains.compiled_step import StepPart
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
@@ -102,6 +103,10 @@ class RunCallback(pl.Callback):
         Its hooks of a step are not called in others, so that several of them can be made at once.
         """
         return True
+
+    def step_part(self) -> StepPart | None:
+        """Return what it does in compiled steps, if it acts in all that it does not name by `acts_in`."""
+        return None
 
     def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
         """Note steps in which it has not acted."""

@@ -7,7 +7,7 @@ another. The numbers are those of the same formulas, up to rounding.
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,34 @@ class Controls(NamedTuple):
 
     lr: list[Control]
     temperature: list[Control]
+
+
+class StepPart(Protocol):
+    """What a callback does in compiled steps: it scales their gradients, and learns from their energies.
+
+    Attributes:
+        settings: what it computes by, as text.
+        state: tensors that a step changes.
+        fixed: tensors that it reads.
+    """
+
+    settings: str
+    state: Sequence[Tensor]
+    fixed: Sequence[Tensor]
+
+    def numbers(self, steps: int) -> Tensor:
+        """Return a number of each of the coming steps, shape (K,)."""
+
+    def multiplier(
+        self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Return κ of a step, shape (C,), and what `learn` needs, from Ũ/N and log p(θ), shape (2, C)."""
+
+    def learn(self, state: Sequence[Tensor], found: Any, number: Tensor) -> list[Tensor]:
+        """Return the state after a step."""
+
+    def end(self, steps: int) -> None:
+        """Take note of steps after which `state` holds theirs."""
 
 
 class CompiledSteps:
@@ -79,6 +107,7 @@ class CompiledSteps:
         controls: Sequence[Controls],
         first: Tensor | None = None,
         last: Tensor | None = None,
+        part: StepPart | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C).
 
@@ -93,6 +122,7 @@ class CompiledSteps:
             controls: those of each group.
             first: the first step's energies, computed in another way.
             last: those of the last step's batch in the present state.
+            part: what else is done in a step.
 
         Raises:
             NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
@@ -102,13 +132,16 @@ class CompiledSteps:
         buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
         columns, form = self._columns(controls)
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
-        options = repr([_fixed(group) for group in sampler.param_groups])
+        options = repr([_fixed(group, part is not None) for group in sampler.param_groups])
         names = tuple([(place, name) for place, name, _ in buffers])
-        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None
+        settings = None if part is None else part.settings
+        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
-        fixed = _apart([self._inverse, num_data, *self._others.values()])
-        state = [flat.values, *(rows for *_, rows in buffers)]
-        of_steps = [*([] if noise is None else [noise]), *batches, weights, *columns]
+        learned, read = ([], []) if part is None else (part.state, part.fixed)
+        fixed = _apart([self._inverse, num_data, *self._others.values(), *read])
+        state = [flat.values, *(rows for *_, rows in buffers), *learned]
+        own_number = [] if part is None else [part.numbers(len(weights))]
+        of_steps = [*([] if noise is None else [noise]), *batches, weights, *columns, *own_number]
         if last is not None:
             own = pytree.tree_unflatten([part[-1] for part in batches], structure)
             with torch.no_grad():
@@ -121,8 +154,14 @@ class CompiledSteps:
             room = [values.new_zeros(self._most, *values.shape[1:]) for values in of_steps]
             for kept, values in zip(room, of_steps, strict=True):
                 kept[:1] = values[:1]
-            counts = [len(part) for part in (state, fixed, of_steps[: noise is not None], batches, [weights, *columns])]
-            self._known[key] = self._compiled(names, structure, axis, counts, state, fixed, room), room
+            counts = [
+                len(state),
+                len(fixed),
+                int(noise is not None),
+                len(batches),
+                1 + len(columns) + len(own_number),
+            ]
+            self._known[key] = self._compiled(names, structure, axis, counts, state, fixed, room, part), room
         if self._known[key] is None:
             raise NotTraceableError("the rule sets its options in a step")
         function, room = self._known[key]
@@ -140,6 +179,8 @@ class CompiledSteps:
             for name in FOLLOWING:
                 if name in group:
                     group[name] = lr[-1]
+        if part is not None:
+            part.end(len(weights))
         return cast(Tensor, energies)
 
     def _carried(self, state: list[Tensor]) -> list[Tensor]:
@@ -171,6 +212,7 @@ class CompiledSteps:
         state: list[Tensor],
         fixed: list[Tensor],
         room: list[Tensor],
+        part: StepPart | None,
     ) -> Any:
         """Return the steps as a compiled loop, a function of what `_carried` returns, what is fixed, what each step
         has of its own, and the number of steps.
@@ -190,13 +232,19 @@ class CompiledSteps:
                 [next(given).index_select(0, at).squeeze(0) for _ in range(count)] for count in counts[2:]
             )
             own = pytree.tree_unflatten(parts, structure)
-            named = dict(zip(self._others, others, strict=True))
+            named = dict(zip(self._others, others))  # noqa: B905  # a part's tensors come after
             gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, weights)
-            values, *rows = (tensor.clone() for tensor in state)
-            self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data)
+            values, *rows = (tensor.clone() for tensor in state[: 1 + len(names)])
+            multiplier, learned = None, state[1 + len(names) :]
+            if part is not None:
+                *columns, number = columns
+                read = others[len(self._others) :]
+                multiplier, seen = part.multiplier(learned, read, numbers, columns[1], num_data)
+                learned = part.learn(learned, seen, number)
+            self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data, multiplier)
             last = torch.stack([energies[1], numbers])
             all_finite = is_finite & numbers.isfinite().all()
-            return index + 1, values, *rows, torch.where(index == 0, numbers, begun), last, all_finite
+            return index + 1, values, *rows, *learned, torch.where(index == 0, numbers, begun), last, all_finite
 
         carried = self._carried(state)
         tensors = [*carried, *fixed, *room]
@@ -210,6 +258,7 @@ class CompiledSteps:
         noise: list[Tensor],
         columns: list[Tensor],
         num_data: Tensor,
+        multiplier: Tensor | None,
     ) -> None:
         """Make the rule's update of rows in place, with controls and N that are tensors."""
         sampler, start, width = self._sampler, 0, self._flat.values.shape[1]
@@ -227,6 +276,8 @@ class CompiledSteps:
             rows = {name: tensor for (index, name), tensor in buffers.items() if index == place}
             flat._of_values[id(own)] = FlatGroup.with_rows(part, own, gradient[:, start:stop], rows)
             options = dict(group) | {"lr": columns[2 * place], "temperature": columns[2 * place + 1]}
+            if multiplier is not None:
+                options[CONTROLS[2]] = multiplier.to(values.dtype).reshape(-1 if len(multiplier) > 1 else ())
             before = dict(options)
             drawn = (
                 [noise[0][:, start + skip : stop + skip] for skip in range(0, noise[0].shape[1], width)]
@@ -296,20 +347,22 @@ def _apart(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group that are written into the compiled function."""
-    left_out = ("params", "initial_lr", *CONTROLS[:2], *FOLLOWING)
+def _fixed(group: Mapping[str, Any], is_scaled: bool) -> dict[str, Any]:
+    """Return the entries of a group that are written into the compiled function, in which κ is not if it is of a
+    step."""
+    left_out = ("params", "initial_lr", *CONTROLS[: 2 + is_scaled], *FOLLOWING)
     return {name: value for name, value in group.items() if name not in left_out}
 
 
-def can_be_compiled(sampler: Sampler) -> bool:
-    """Return whether a sampler's next steps are a function of rows: whether its whole state is in them."""
+def can_be_compiled(sampler: Sampler, is_scaled: bool = False) -> bool:
+    """Return whether a sampler's next steps are a function of rows: whether its whole state is in them, and its
+    options are numbers, but for κ where each step has its own."""
     flat = sampler.flat
     if flat is None or not sampler._updates_rows() or sampler.stand_in is not None or sampler.held:
         return False
     if any(map(sampler.sets_options, sampler.param_groups)):
         return False
-    if any(isinstance(value, Tensor) for group in sampler.param_groups for value in _fixed(group).values()):
+    if any(isinstance(value, Tensor) for group in sampler.param_groups for value in _fixed(group, is_scaled).values()):
         return False
     known = [name for group in flat.groups for name, _ in group.buffers]
     of_groups = [len(sampler.state[p]) for p in flat.parameters if p in sampler.state]

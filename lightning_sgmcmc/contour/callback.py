@@ -18,7 +18,7 @@ from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check
 from lightning_sgmcmc.contour.auto import ContourGoals
 from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState, DecayingStepSize, Location
 from lightning_sgmcmc.contour.learned import ContourWatch
-from lightning_sgmcmc.contour.learner import ContourLearner
+from lightning_sgmcmc.contour.learner import ContourLearner, LearningInSteps
 from lightning_sgmcmc.contour.partition import EnergyRange
 from lightning_sgmcmc.contour.start import ContourStart
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
@@ -154,6 +154,10 @@ class ContourGradient(StepClaimant):
         self._location: Location | None = None
         """κ of the coming update; None while the contour is idle."""
         self._location_step = -1
+        self._part: LearningInSteps | None = None
+        """Its work in compiled steps."""
+        self._seen: Location | None = None
+        """That of a compiled step whose end is to come."""
         self._energy_kind: Kind = self.sample_energy
         self._is_on = True
         """Whether the sampler's multiplier may differ from 1, as after loading a checkpoint."""
@@ -300,6 +304,9 @@ class ContourGradient(StepClaimant):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         run, learner, location = self.run, self._learner, self._location
+        if learner is not None and self._seen is not None and is_logged(trainer, run.chains, run.sampler.step_count):
+            log_scalars(trainer, learner.scalars(self._seen), trainer.global_step)
+        self._seen = None
         if learner is None or location is None:
             return
         if run.sampler.step_count != self._location_step + 1:
@@ -311,6 +318,33 @@ class ContourGradient(StepClaimant):
         if is_logged(trainer, run.chains, run.sampler.step_count):
             log_scalars(trainer, learner.scalars(location), trainer.global_step)
         self._watch.after_update(learner.learned, learner.updates)
+
+    # -- compiled steps -----------------------------------------------------------------------------------------------
+
+    def acts_in(self, step: int) -> bool:
+        learner = self._learner
+        if learner is None or self._part is None:
+            return True
+        return learner.updates + step - self.run.sampler.step_count == self._watch.next_check
+
+    def step_part(self) -> LearningInSteps | None:
+        learner, run = self._learner, self.run
+        temperature = run.sampler.param_groups[0]["temperature"]
+        is_possible = not isinstance(temperature, Tensor) and temperature > 0 and run.module.device.type == "cpu"
+        if learner is None or not is_possible or not learner.is_local:
+            self._part = None
+        elif self._part is None or not self._part.is_of(learner):
+            self._part = LearningInSteps(learner, self._start.include_prior, self._end_steps)
+        return self._part
+
+    def _end_steps(self, location: Location) -> None:
+        """Take the location of the last of several steps in which the learner has learned."""
+        run = self.run
+        multiplier = location.multiplier
+        run.sampler.set_control("gradient_multiplier", multiplier.item() if self._on_host else multiplier)
+        self._is_on, self._location = True, None
+        self._seen = location
+        run.chains.tags.log_weight, run.chains.tags.bin = location.log_weight, location.index
 
     # -- a sample -----------------------------------------------------------------------------------------------------
 

@@ -187,6 +187,11 @@ class ContourWatch:
         self._given: set[str] = set()
         self.shares = WeightShares()
 
+    @property
+    def next_check(self) -> int:
+        """The update after which the bins are checked."""
+        return self._next
+
     def after_update(self, learned: LearnedContour, updates: int) -> None:
         """Check the bins if a check is due."""
         if updates == self._next:

@@ -1,6 +1,7 @@
 """The learning of π during a run, by chains that learn alone or together."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ class ContourLearner:
         """Whether all chains of the run have one π, so that their log-weights have the same constant."""
         return self.interacting or self.chains.total_chains == 1
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a step's learning needs no other process, and no energies of earlier steps."""
+        return not self.interacting or (self.exchange_every == 1 and not self.chains.is_spread)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def locate(self, energy: Tensor, temperature: float | Tensor = 1.0) -> Location:
@@ -88,7 +94,7 @@ class ContourLearner:
 
     def _learn_together(self, location: Location) -> None:
         """Exchange the encoded energies when it is time, and learn from those of all chains."""
-        if self.exchange_every == 1 and not self.chains.is_spread:
+        if self.is_local:
             self._kernels.learn_together(self.learned.state, location, self.step_size.at(self.updates))
             return
         self._waiting.append(self._kernels.encode(location))
@@ -165,6 +171,67 @@ class ContourLearner:
         self.learned = LearnedContour(self.contour, own)
         if state["waiting"] is not None:
             self._waiting = list(self.chains.own(state["waiting"], 1).to(self._device))
+
+
+class LearningInSteps:
+    """A learner's work in compiled steps (`StepPart`); its state is the learner's own, with the last step's location.
+
+    Args:
+        end: is called with the last step's location after steps in which the learner has learned.
+    """
+
+    def __init__(self, learner: ContourLearner, include_prior: bool, end: Callable[[Location], None]) -> None:
+        contour, state = learner.contour, learner.learned.state
+        self._learner, self._contour, self._include_prior, self._ended = learner, contour, include_prior, end
+        self.settings = repr((contour, learner.interacting, include_prior))
+        self._location = torch.zeros(len(Location._fields), learner.chains.num_chains, dtype=torch.float64)
+        self._clamped = torch.zeros(learner.chains.num_chains, dtype=torch.float64)
+        self.state: Sequence[Tensor] = [*state, self._clamped, self._location]
+        self.fixed: Sequence[Tensor] = [contour.partition.edges(torch.device("cpu"))]
+
+    def is_of(self, learner: ContourLearner) -> bool:
+        """Return whether it is that learner's work."""
+        return learner is self._learner
+
+    def numbers(self, steps: int) -> Tensor:
+        """Return ω of the coming steps, shape (K,)."""
+        first = self._learner.updates + 1
+        return exact([self._learner.step_size.at(first + ahead) for ahead in range(steps)])
+
+    def multiplier(
+        self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
+    ) -> tuple[Tensor, Location]:
+        """Return κ and the location of the chains' energies, from Ũ/N and log p(θ), shape (2, C)."""
+        potential, log_prior = exact(energies)
+        energy = potential * exact(num_data) + (0.0 if self._include_prior else log_prior)
+        index = (energy[:, None] > fixed[0]).sum(-1)
+        location = self._contour.locate(ContourState(*state[:2]), energy, exact(temperature), fixed[0], index)
+        return location.multiplier, location
+
+    def learn(self, state: Sequence[Tensor], found: Location, number: Tensor) -> list[Tensor]:
+        """Return the state after a step of ω from a location."""
+        contour, rules = self._contour, self._contour.rules
+        learned, used = ContourState(state[0].clone(), state[1].clone()), found
+        if self._learner.interacting:
+            energy = contour.partition.decode(contour.partition.encode(found.energy, found.index))
+            used = contour.locate(ContourState(*state[:2]), energy, 1.0, energy, found.index)
+        contour.learn_densely_(learned, used.index, used.log_density, number)
+        clamped = state[2].clone()
+        for limit, side in ((rules.min_multiplier, torch.le), (rules.max_multiplier, torch.ge)):
+            if limit is not None:
+                clamped = clamped + side(found.multiplier, limit)
+        return [*learned, clamped, torch.stack([exact(part) for part in found])]
+
+    def end(self, steps: int) -> None:
+        """Count steps in which the learner has learned."""
+        learner, rules = self._learner, self._contour.rules
+        learner.updates += steps
+        if rules.min_multiplier is not None or rules.max_multiplier is not None:
+            before = 0.0 if learner._clamped is None else learner._clamped
+            learner._clamped, learner._clamped_of = before + self._clamped, learner._clamped_of + steps
+        self._clamped.zero_()
+        index, *others = self._location.clone()
+        self._ended(Location(index.long(), *others))
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, can_be_compiled
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_compiled
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
@@ -101,6 +101,8 @@ class StepBlocks:
         self._update = _step_of(self._sampler)
         self._epoch = -1
         """The epoch of the last step; below 0 if the next one compares its energies."""
+        self._parts: list[StepPart] = []
+        """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         steps = trainer.estimated_stepping_batches
         self._compiles = module.chains.compiled == "auto" and has_compiler() and steps >= WORTH_COMPILING
@@ -205,7 +207,9 @@ class StepBlocks:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
             return 0, False  # a short batch is filled up, so a datum must be a row
-        if not can_be_compiled(sampler) or has_hooks(sampler) or chains.accumulation.candidates > 1:
+        self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
+        possible = can_be_compiled(sampler, bool(self._parts)) and len(self._parts) <= 1
+        if not possible or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
         coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
         for ahead in range(self._most):
@@ -256,7 +260,8 @@ class StepBlocks:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
-        if energies is None or len(noisy) > 1 or not can_be_compiled(sampler):
+        is_possible = len(noisy) == 1 and (noisy == {True} or not self._parts)
+        if energies is None or not is_possible or not can_be_compiled(sampler, bool(self._parts)):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
         checks, self._epoch = self._checks(), self._trainer.current_epoch
@@ -267,7 +272,8 @@ class StepBlocks:
                 self._compiled = energies.compiled_steps(sampler, self._most)
             noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
             weights = taken.weights(factors, sampler.flat.values.dtype)
-            found = self._compiled.run(taken.parts, taken.structure, taken.axis, weights, noise, controls, before, last)
+            form = taken.parts, taken.structure, taken.axis
+            found = self._compiled.run(*form, weights, noise, controls, before, last, *self._parts)
         except NotTraceableError as error:
             self._compiles, self._epoch = False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not compiled: {error}.")
@@ -375,14 +381,14 @@ class StepBlocks:
             optimizer.step.increment_completed()
             return self._record(made[0], [made[1]], index)
         loss: Any = None
-        if chains.traces:
+        if chains.traces and chains.stacked is not None:  # one chain gains from compiled steps alone
             checks, self._epoch = self._checks(), trainer.current_epoch
             try:
                 loss = chains.take_gradient(batch, index, trainer, checks)
             except NotTraceableError as error:
                 rank_zero_info(f"The steps are not traced, since the network is more than tensor operations: {error}.")
                 chains.stop_tracing(trainer)
-        if not chains.traces:
+        if loss is None:
             loss = module.training_step(batch, index)
             module.optimizer_zero_grad(trainer.current_epoch, index, sampler)
             module.backward(loss)
