@@ -7,7 +7,7 @@ another. The numbers are those of the same formulas, up to rounding.
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +43,13 @@ class StepPart(Protocol):
 
     Attributes:
         settings: what it computes by, as text.
+        keeps_each: whether `end` needs the energies of each step.
         state: tensors that a step changes.
         fixed: tensors that it reads.
     """
 
     settings: str
+    keeps_each: bool
     state: Sequence[Tensor]
     fixed: Sequence[Tensor]
 
@@ -56,14 +58,16 @@ class StepPart(Protocol):
 
     def multiplier(
         self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
-    ) -> tuple[Tensor, Any]:
-        """Return κ of a step, shape (C,), and what `learn` needs, from Ũ/N and log p(θ), shape (2, C)."""
+    ) -> tuple[Tensor | None, Any]:
+        """Return κ of a step, shape (C,), if it is not the group's, and what `learn` needs, from Ũ/N and log p(θ),
+        shape (2, C)."""
 
     def learn(self, state: Sequence[Tensor], found: Any, number: Tensor) -> list[Tensor]:
         """Return the state after a step."""
 
-    def end(self, steps: int) -> None:
-        """Take note of steps after which `state` holds theirs."""
+    def end(self, steps: int, energies: Tensor) -> None:
+        """Take note of steps after which `state` holds theirs; with `keeps_each`, the energies have the shape
+        (K, 2, C)."""
 
 
 class CompiledSteps:
@@ -134,7 +138,8 @@ class CompiledSteps:
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
         options = repr([_fixed(group, part is not None) for group in sampler.param_groups])
         names = tuple([(place, name) for place, name, _ in buffers])
-        settings = None if part is None else part.settings
+        settings = None if part is None else (part.settings, part.keeps_each)
+        keeps_each = part is not None and part.keeps_each
         key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
         learned, read = ([], []) if part is None else (part.state, part.fixed)
@@ -167,7 +172,7 @@ class CompiledSteps:
         function, room = self._known[key]
         for kept, values in zip(room, of_steps, strict=True):
             kept[: len(values)] = values
-        found = function(*self._carried(state), *fixed, *room, torch.tensor(len(of_steps[0])))
+        found = function(*self._carried(state, keeps_each), *fixed, *room, torch.tensor(len(of_steps[0])))
         _, *state_after, begun, energies, is_finite = found
         if first is not None:
             check_alike(begun, first)
@@ -180,14 +185,15 @@ class CompiledSteps:
                 if name in group:
                     group[name] = lr[-1]
         if part is not None:
-            part.end(len(weights))
-        return cast(Tensor, energies)
+            part.end(len(weights), energies[: len(weights)])
+        kept: Tensor = energies if not keeps_each else energies[[max(0, len(weights) - 2), len(weights) - 1]]
+        return kept
 
-    def _carried(self, state: list[Tensor]) -> list[Tensor]:
-        """Return what the steps begin with: their number, the state, the first energies, the last two, and whether all
-        are finite."""
-        nothing = self._flat.values.new_zeros(2, len(self._flat.values))
-        return [torch.tensor(0), *state, nothing, torch.stack([nothing, nothing]), torch.tensor(True)]
+    def _carried(self, state: list[Tensor], keeps_each: bool) -> list[Tensor]:
+        """Return what the steps begin with: their number, the state, the first energies, the last two or all, and
+        whether all are finite."""
+        nothing = self._flat.values.new_zeros(self._most if keeps_each else 2, 2, len(self._flat.values))
+        return [torch.tensor(0), *state, nothing[0].clone(), nothing, torch.tensor(True)]
 
     def _columns(self, controls: Sequence[Controls]) -> tuple[list[Tensor], Any]:
         """Return the controls of all groups as tensors with an axis of steps, and the shapes of one step's."""
@@ -242,11 +248,14 @@ class CompiledSteps:
                 multiplier, seen = part.multiplier(learned, read, numbers, columns[1], num_data)
                 learned = part.learn(learned, seen, number)
             self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data, multiplier)
-            last = torch.stack([energies[1], numbers])
+            if part is not None and part.keeps_each:
+                last = energies.index_copy(0, at, numbers[None])
+            else:
+                last = torch.stack([energies[1], numbers])
             all_finite = is_finite & numbers.isfinite().all()
             return index + 1, values, *rows, *learned, torch.where(index == 0, numbers, begun), last, all_finite
 
-        carried = self._carried(state)
+        carried = self._carried(state, part is not None and part.keeps_each)
         tensors = [*carried, *fixed, *room]
         return _compiled_loop(trace(step, tensors, self._model), tensors, len(carried))
 

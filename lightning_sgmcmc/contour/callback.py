@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.compiled_step import StepPart
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.schedule import begin_first_stage, target_of
 from lightning_sgmcmc.chains.trainer import fit_steps, is_logged, is_trial, log_scalars, log_values
@@ -20,7 +21,7 @@ from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState
 from lightning_sgmcmc.contour.learned import ContourWatch
 from lightning_sgmcmc.contour.learner import ContourLearner, LearningInSteps
 from lightning_sgmcmc.contour.partition import EnergyRange
-from lightning_sgmcmc.contour.start import ContourStart
+from lightning_sgmcmc.contour.start import ContourStart, EnergiesOfSteps
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.tensors import exact, exact_device, sent
@@ -154,8 +155,10 @@ class ContourGradient(StepClaimant):
         self._location: Location | None = None
         """κ of the coming update; None while the contour is idle."""
         self._location_step = -1
-        self._part: LearningInSteps | None = None
+        self._part: StepPart | None = None
         """Its work in compiled steps."""
+        self._rests = False
+        """Whether it does nothing in the coming steps, since their temperature is 0."""
         self._seen: Location | None = None
         """That of a compiled step whose end is to come."""
         self._energy_kind: Kind = self.sample_energy
@@ -293,7 +296,12 @@ class ContourGradient(StepClaimant):
                 rank_zero_info(f"ContourGradient {made[2]}")
                 self._open(*made[:2])
         elif start.is_recording:
-            start.record(step + 1 - self._first_step + (start.length or 0), self._energy, chains.observed.log_prior)
+            start.record(self._place_in_warm_up, self._energy[None], chains.observed.log_prior.reshape(1, -1))
+
+    @property
+    def _place_in_warm_up(self) -> int:
+        """The number of the coming step in the warm-up, from 1."""
+        return self.run.sampler.step_count + 1 - self._first_step + (self._start.length or 0)
 
     def _accept_scales(self, change: Tensor) -> Tensor:
         """Return the log probability of accepting a draw of a prior's scales that changes the energies, shape (C,)."""
@@ -323,19 +331,33 @@ class ContourGradient(StepClaimant):
 
     def acts_in(self, step: int) -> bool:
         learner = self._learner
-        if learner is None or self._part is None:
-            return True
+        if self._part is None:
+            return not self._rests
+        if learner is None:
+            return step > self._first_step  # the first one opens the contour
         return learner.updates + step - self.run.sampler.step_count == self._watch.next_check
 
-    def step_part(self) -> LearningInSteps | None:
-        learner, run = self._learner, self.run
-        temperature = run.sampler.param_groups[0]["temperature"]
-        is_possible = not isinstance(temperature, Tensor) and temperature > 0 and run.module.device.type == "cpu"
-        if learner is None or not is_possible or not learner.is_local:
-            self._part = None
-        elif self._part is None or not self._part.is_of(learner):
-            self._part = LearningInSteps(learner, self._start.include_prior, self._end_steps)
+    def step_part(self) -> StepPart | None:
+        learner, run, start = self._learner, self.run, self._start
+        temperature, part = run.sampler.param_groups[0]["temperature"], self._part
+        is_known = not isinstance(temperature, Tensor) and run.module.device.type == "cpu"
+        self._rests = is_known and temperature == 0 and not self._is_on
+        self._part = None
+        if is_known and temperature > 0:
+            if learner is None and start.length is not None:
+                self._part = EnergiesOfSteps(self._record_steps)
+            elif learner is not None and learner.is_local:
+                is_present = isinstance(part, LearningInSteps) and part.is_of(learner)
+                made = part if is_present else LearningInSteps(learner, start.include_prior, self._end_steps)
+                self._part = made
         return self._part
+
+    def _record_steps(self, energies: Tensor) -> None:
+        """Record the energies of several steps of the warm-up, Ũ/N and log p(θ), shape (K, 2, C)."""
+        potentials, log_priors = exact(energies).unbind(1)
+        potentials = potentials * self.run.chains.observed.num_data
+        used = potentials if self._start.include_prior else potentials + log_priors
+        self._start.record(self._place_in_warm_up, used, log_priors)
 
     def _end_steps(self, location: Location) -> None:
         """Take the location of the last of several steps in which the learner has learned."""

@@ -222,7 +222,9 @@ class LearningInSteps:
                 clamped = clamped + side(found.multiplier, limit)
         return [*learned, clamped, torch.stack([exact(part) for part in found])]
 
-    def end(self, steps: int) -> None:
+    keeps_each = False
+
+    def end(self, steps: int, energies: Tensor) -> None:
         """Count steps in which the learner has learned."""
         learner, rules = self._learner, self._contour.rules
         learner.updates += steps

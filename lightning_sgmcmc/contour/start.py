@@ -1,5 +1,6 @@
 """Where a run's contour comes from: its arguments, a range learned in a warm-up, or a choice from its energies."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,10 +88,10 @@ class ContourStart:
         """Whether the warm-up's energies are needed."""
         return self._record is not None
 
-    def record(self, number: int, energy: Tensor, log_prior: Tensor) -> None:
-        """Record the energies (C,) of the warm-up's step 1, 2, …, and log p(θ)."""
+    def record(self, number: int, energies: Tensor, log_priors: Tensor) -> None:
+        """Record the energies of the warm-up's steps from a number 1, 2, … on, shape (K, C), and log p(θ)."""
         if self._record is not None:
-            self._record.add(number, energy, log_prior.reshape(-1))
+            self._record.add(number, energies, log_priors)
 
     def decide(self, temperature: float) -> tuple[Contour, ContourState | None, str] | None:
         """Return the contour, its initial π and a sentence on what was learned; None if there was no warm-up."""
@@ -158,12 +159,15 @@ class EnergyRecord:
         self._energies = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
         self._log_priors = self._energies.clone() if keeps_prior else None
 
-    def add(self, step: int, energy: Tensor, log_prior: Tensor | None = None) -> None:
-        """Record the energies (C,) of step 1, 2, …, and log p(θ), of shape (C,) or ()."""
-        if step > self._first:
-            self._energies[step - self._first - 1].copy_(energy)
-            if self._log_priors is not None and log_prior is not None:
-                self._log_priors[step - self._first - 1].copy_(exact(log_prior))
+    def add(self, step: int, energies: Tensor, log_priors: Tensor) -> None:
+        """Record the energies of steps from a number 1, 2, … on, shape (K, C), and log p(θ), of shape (K, C) or
+        (K, 1)."""
+        left_out = max(0, self._first + 1 - step)
+        start, count = step + left_out - self._first - 1, len(energies) - left_out
+        if count > 0:
+            self._energies[start : start + count].copy_(energies[left_out:])
+            if self._log_priors is not None:
+                self._log_priors[start : start + count].copy_(exact(log_priors[left_out:]))
 
     def everything(self) -> tuple[Tensor, Tensor | None]:
         """Return energies and log p(θ) of all chains of the run, shape (S, P), NaN where none was recorded."""
@@ -199,3 +203,35 @@ class EnergyRecord:
         self._energies.copy_(self._chains.own(state["energies"], 1))
         if self._log_priors is not None:
             self._log_priors.copy_(self._chains.own(state["log_priors"], 1))
+
+
+class EnergiesOfSteps:
+    """The work of a warm-up in compiled steps (`StepPart`): it takes note of their energies, and changes nothing.
+
+    Args:
+        end: is called with Ũ/N and log p(θ) of some steps, shape (K, 2, C).
+    """
+
+    settings = "energies"
+    keeps_each = True
+
+    def __init__(self, end: Callable[[Tensor], None]) -> None:
+        self._ended = end
+        self.state: Sequence[Tensor] = []
+        self.fixed: Sequence[Tensor] = []
+
+    def numbers(self, steps: int) -> Tensor:
+        """Return no numbers that matter, shape (K,)."""
+        return torch.zeros(steps)
+
+    def multiplier(self, *given: Any) -> tuple[None, None]:
+        """Return nothing: the gradient stays as it is."""
+        return None, None
+
+    def learn(self, state: Sequence[Tensor], found: None, number: Tensor) -> list[Tensor]:
+        """Return the state, which is empty."""
+        return []
+
+    def end(self, steps: int, energies: Tensor) -> None:
+        """Take note of the energies of some steps."""
+        self._ended(energies)

@@ -207,6 +207,7 @@ class StepBlocks:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
             return 0, False  # a short batch is filled up, so a datum must be a row
+        self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
         possible = can_be_compiled(sampler, bool(self._parts)) and len(self._parts) <= 1
         if not possible or has_hooks(sampler) or chains.accumulation.candidates > 1:
@@ -283,23 +284,27 @@ class StepBlocks:
 
     def _controls(self, count: int) -> tuple[list[Controls], int]:
         """Return the controls of the coming steps, up to the first with others than numbers that differ."""
-        sampler, module = self._sampler, self._module
+        sampler = self._sampler
         groups = sampler.param_groups
         controls = [Controls([], []) for _ in groups]
-        first, form = sampler.step_count + 1 - module.chains.progress.warm_steps, None
+        first, form = sampler.step_count + 1, None
         for ahead in range(count):
-            if self._schedule is not None and first + ahead > 0:
-                self._schedule.apply(first + ahead, module, sampler)
+            self._apply(first + ahead)
             own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in groups]
             if form is not None and own != form:
-                if self._schedule is not None:
-                    self._schedule.apply(first + ahead - 1, module, sampler)
+                self._apply(first + ahead - 1)
                 return controls, ahead
             form = own
             for kept, group in zip(controls, groups, strict=True):
                 kept.lr.append(group["lr"])
                 kept.temperature.append(group["temperature"])
         return controls, count
+
+    def _apply(self, step: int) -> None:
+        """Set the schedule's controls of a step, the sampler's so many-th."""
+        own = step - self._module.chains.progress.warm_steps
+        if self._schedule is not None and own > 0:
+            self._schedule.apply(own, self._module, self._sampler)
 
     def _pass_over(self, energies: Tensor, sizes: list[int], index: int) -> None:
         """Count steps that are made, and that neither Lightning nor callbacks see."""

@@ -201,14 +201,21 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
     "interacting contours": lambda: [
         ContourGradient(ContourRules(0.5), 40, first_edge=100.0, width=20.0, interacting=True)
     ],
-    "a contour after a warm-up": lambda: [ContourGradient(ContourRules(0.5), 40, warm_up_steps=15)],
+    "a contour after a warm-up": lambda: [
+        SamplingSchedule(burn_in_steps=150, every_n_steps=5),
+        ContourGradient(ContourRules(0.5), 40, warm_up_steps=140),
+    ],
+    "a contour in cycles": lambda: [
+        CyclicalSchedule(num_cycles=3, samples_per_cycle=2),
+        ContourGradient(ContourRules(0.5), 40, first_edge=100.0, width=20.0),
+    ],
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CALLBACKS)
 def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    epochs = 40 if form == "compiled" and "contour" in case else 12
+    epochs = 40 if "contour" in case else 12
     runs = [Run(each, monkeypatch, *CALLBACKS[case](), chains=2, epochs=epochs) for each in (form, None)]
     runs[0].check_like(runs[1])
     assert runs[0].hidden > 0
