@@ -35,7 +35,7 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.compiling import has_compiler
-from lightning_sgmcmc.fit.hidden_epochs import HiddenEpochs
+from lightning_sgmcmc.fit.hidden_epochs import HiddenEpochs, validates
 from lightning_sgmcmc.fit.pass_rows import RowsOfPass, Taken, rows_of_pass
 from lightning_sgmcmc.samplers import Sampler
 
@@ -45,9 +45,9 @@ LARGEST = 1_000_000
 """Sampled numbers of all chains above which a step's time is that of its arithmetic."""
 MOST, MOST_NUMBERS = 128, 2**22
 """Steps of a block, and normal numbers that are drawn for it at once."""
-COMPILATION, SAVED = 20, 1e-3
+COMPILATION, SAVED = 15, 1.5e-3
 """Seconds in which a step is compiled, and those that each compiled one saves."""
-WORTH_COMPILING = 40_000
+WORTH_COMPILING = 20_000
 """Steps of a run from which compiled ones save twice the time of their compilation."""
 FEWEST = 1_000
 """Steps of a run of several chains, times these, from which blocks save more than the second in which one is traced."""
@@ -151,6 +151,7 @@ class StepBlocks:
         loop.val_loop.restarting = False
         source = rows_of_pass(fetcher)
         begun = time.monotonic()
+        self._has_validation = validates(self._trainer)
         while True:
             if loop.batch_idx + 1 >= self._trainer.num_training_batches:
                 self._epochs.turn(fetcher)
@@ -184,7 +185,7 @@ class StepBlocks:
             return True
         if trainer.loggers and (loop._batches_that_stepped + 1 + ahead) % log_interval(trainer) == 0:
             return True
-        if trainer.enable_validation and _validates(trainer, loop, coming, ahead):
+        if self._has_validation and _validates(trainer, loop, coming, ahead):
             return True
         own = self._sampler.step_count + 1 + ahead - self._module.chains.progress.warm_steps
         return self._schedule is not None and own > 0 and self._schedule.draws(own)

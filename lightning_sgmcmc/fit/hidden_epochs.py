@@ -45,7 +45,7 @@ class HiddenEpochs:
             return False
         if any(every >= 1 and coming % every == 0 for every in self._keepers):
             return False
-        if trainer.enable_validation and loop._should_check_val_epoch():
+        if validates(trainer) and loop._should_check_val_epoch():
             return False
         return not any(True for _ in loop._results.valid_items())  # what is logged of an epoch is reduced at its end
 
@@ -69,6 +69,12 @@ class HiddenEpochs:
         loop.automatic_optimization.optim_progress.reset_on_run()
         loop.val_loop.batch_progress.total.reset()
         iter(fetcher)
+
+
+def validates(trainer: Any) -> bool:
+    """Return whether a fit has batches to validate with, as far as that is known."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    return trainer.enable_validation and (loop._combined_loader is None or not loop.skip)
 
 
 def _hook(callback: pl.Callback, name: str) -> Callable[..., Any] | None:
