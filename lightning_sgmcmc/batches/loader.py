@@ -282,8 +282,8 @@ class ResumableLoader:
         is_plain = self.num_workers == 0 and self.collate_fn is as_is
         return getattr(self.dataset, "plain_tensors", None) if is_plain else None
 
-    def take(self, count: int) -> list[list[Tensor]]:
-        """Return the indices of the pass's next batches, for each chain a list of tensors, in the place of the batches
+    def take(self, count: int) -> list[tuple[Tensor, list[int]]]:
+        """Return the indices of the pass's next batches and their sizes, for each chain, in the place of the batches
         themselves."""
         if self.num_data != self._ordered:
             self._begin_pass()
@@ -291,7 +291,7 @@ class ResumableLoader:
             self._fetch = self._begin()
         first = self._batches + self._skipped
         self._batches += count
-        return [[order.indices(first + place) for place in range(count)] for order in self._orders]
+        return [order.several(first, count) for order in self._orders]
 
     def order_of(self, chain: int) -> BatchOrder:
         """Return the order of a chain's batches of the present data, by its global index."""

@@ -143,6 +143,16 @@ class BatchOrder:
         size = self.spec.batch_size
         return self._taken(epoch, position * size, min((position + 1) * size, self._share))
 
+    def several(self, first: int, count: int) -> tuple[Tensor, list[int]]:
+        """Return the indices of successive batches of the stream, one after the other, and the batches' sizes."""
+        epoch, position = divmod(first, self.batches_per_epoch)
+        size, stop = self.spec.batch_size, position + count
+        if type(self).indices is not BatchOrder.indices or stop > self.batches_per_epoch:
+            parts = [self.indices(batch) for batch in range(first, first + count)]
+            return torch.cat(parts), [part.shape[0] for part in parts]
+        last = min(stop * size, self._share)
+        return self._taken(epoch, position * size, last), [size] * (count - 1) + [last - (stop - 1) * size]
+
     def _taken(self, epoch: int, first: int, stop: int) -> Tensor:
         """Return the data at the places from `first` to `stop` of this replica in an epoch."""
         if epoch != self._epoch or first < self._first or stop > self._first + len(self._order):

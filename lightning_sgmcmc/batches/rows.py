@@ -201,14 +201,18 @@ def targets_in_memory(dataset: Any) -> Tensor | None:
 
 _OBSERVED: "WeakKeyDictionary[Any, tuple[Any, int]]" = WeakKeyDictionary()
 """The number of observed targets of each loader's rows."""
-_KNOWN: "WeakKeyDictionary[Any, tuple[int, TrainingRows]]" = WeakKeyDictionary()
-"""The rows of each loader and the length of its data set then; an own batch sampler is looked through once."""
+_KNOWN: "WeakKeyDictionary[Any, tuple[Any, TrainingRows]]" = WeakKeyDictionary()
+"""The rows of each loader and what they depend on; an own batch sampler is looked through once."""
 
 
 def rows_of(loader: Any) -> TrainingRows:
     """Return the rows of a training loader."""
     if isinstance(loader, ResumableLoader):
-        return _of_resumable(loader)
+        key = loader.num_data, len(loader), loader.chains, loader.seed, loader.num_replicas
+        known = _KNOWN.get(loader)
+        if known is None or known[0] != key:
+            known = _KNOWN[loader] = (key, _of_resumable(loader))
+        return known[1]
     if not isinstance(loader, DataLoader):
         return TrainingRows(source="the training loader is not a torch DataLoader")
     length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1

@@ -170,9 +170,9 @@ class CompiledSteps:
         if self._known[key] is None:
             raise NotTraceableError("the rule sets its options in a step")
         function, room = self._known[key]
-        for kept, values in zip(room, of_steps, strict=True):
-            kept[: len(values)] = values
-        found = function(*self._carried(state, keeps_each), *fixed, *room, torch.tensor(len(of_steps[0])))
+        count = weights.shape[0]
+        torch._foreach_copy_([kept[:count] for kept in room], of_steps)
+        found = function(*self._carried(state, keeps_each), *fixed, *room, torch.tensor(count))
         _, *state_after, begun, energies, is_finite = found
         if first is not None:
             check_alike(begun, first)
@@ -185,8 +185,8 @@ class CompiledSteps:
                 if name in group:
                     group[name] = lr[-1]
         if part is not None:
-            part.end(len(weights), energies[: len(weights)])
-        kept: Tensor = energies if not keeps_each else energies[[max(0, len(weights) - 2), len(weights) - 1]]
+            part.end(count, energies[:count])
+        kept: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
         return kept
 
     def _carried(self, state: list[Tensor], keeps_each: bool) -> list[Tensor]:

@@ -101,6 +101,8 @@ class StepBlocks:
         self._update = _step_of(self._sampler)
         self._epoch = -1
         """The epoch of the last step; below 0 if the next one compares its energies."""
+        self._weights: tuple[Any, Any] = None, None
+        """Weights of the data of some steps, and what they depend on."""
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
@@ -162,10 +164,11 @@ class StepBlocks:
                 if self._make_block(source, *free):
                     return
                 continue
+            _, is_seen = self._until_seen(late, 1)
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
-            if self._is_seen(index + 1, late) or (late and self._shows(index + 1)):
+            if is_seen:
                 self._make_seen_step(batch, index)
                 return
             self._make_hidden_step(batch, index)
@@ -173,22 +176,35 @@ class StepBlocks:
                 loop._batches_that_stepped -= 1  # which Lightning counts itself
                 return
 
-    def _is_seen(self, coming: int, late: bool, ahead: int = 0) -> bool:
-        """Return whether Lightning sees a step, the epoch's so many-th, so many steps ahead of the next."""
+    def _until_seen(self, late: bool, most: int) -> tuple[int, bool]:
+        """Return how many of the coming steps, of so many, come up to the next that Lightning sees or that ends an
+        epoch, and whether Lightning sees that."""
         trainer, loop = self._trainer, self._loop
-        step = trainer.global_step + 1 + ahead
+        step, stepped, batch = trainer.global_step, loop._batches_that_stepped, loop.batch_idx + 1
         if trainer.should_stop or trainer.received_sigterm:
-            return True
-        if coming >= trainer.num_training_batches and (late or not self._epochs.hides()):
-            return True
-        if 0 <= trainer.max_steps <= step or any(every >= 1 and step % every == 0 for every in self._keepers):
-            return True
-        if trainer.loggers and (loop._batches_that_stepped + 1 + ahead) % log_interval(trainer) == 0:
-            return True
-        if self._has_validation and _validates(trainer, loop, coming, ahead):
-            return True
-        own = self._sampler.step_count + 1 + ahead - self._module.chains.progress.warm_steps
-        return self._schedule is not None and own > 0 and self._schedule.draws(own)
+            return 1, True
+        due = [every - step % every for every in self._keepers if every >= 1]
+        if trainer.max_steps >= 0:
+            due.append(max(1, trainer.max_steps - step))
+        if trainer.loggers:
+            interval = log_interval(trainer)
+            due.append(interval - stepped % interval)
+        every = trainer.val_check_batch
+        if self._has_validation and every is not None and not math.isinf(every):
+            due.append(
+                int(every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every)
+            )
+        end = trainer.num_training_batches - batch
+        if late:
+            due.append(next((ahead for ahead in range(1, end) if self._shows(batch + ahead)), end))
+        own = self._sampler.step_count - self._module.chains.progress.warm_steps
+        count = min(most, end, *due)
+        if self._schedule is not None:
+            draws = self._schedule.draws
+            count = next((ahead for ahead in range(max(1, 1 - own), count + 1) if draws(own + ahead)), count)
+            due.append(count if own + count > 0 and draws(own + count) else most + 1)
+        is_seen = count in due or (count == end and not self._epochs.hides())
+        return count, is_seen
 
     def _shows(self, coming: int) -> bool:
         """Return whether progress bars show the coming step."""
@@ -206,24 +222,20 @@ class StepBlocks:
         ready = chains.traces and self._compiles and not self._clip[0] and sampler.step_count >= LAST
         if not ready or chains.observed.keeps_each or energies is None:
             return 0, False
-        if chains.weights is None or not chains.weights.counts_rows:
-            return 0, False  # a short batch is filled up, so a datum must be a row
         self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
         possible = can_be_compiled(sampler, bool(self._parts)) and len(self._parts) <= 1
         if not possible or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
-        coming, first = self._loop.batch_idx + 2, sampler.step_count + 1
-        for ahead in range(self._most):
-            if any(callback.acts_in(first + ahead) for callback in self._acting):
-                return ahead, False
-            if self._is_seen(coming + ahead, late, ahead):
-                return ahead + 1, True
-            if coming + ahead >= self._trainer.num_training_batches:
-                return ahead + 1, False
-            if late and self._shows(coming + ahead):
-                return ahead + 1, True
-        return self._most, False
+        if chains.weights is None or not chains.weights.counts_rows:
+            return 0, False  # a short batch is filled up, so a datum must be a row
+        count, is_seen = self._until_seen(late, self._most)
+        first = sampler.step_count + 1
+        for callback in self._acting:
+            acts = callback.acts_in
+            free = next((ahead for ahead in range(count) if acts(first + ahead)), count)
+            count, is_seen = free, is_seen and free == count
+        return count, is_seen
 
     def _checks(self) -> bool:
         """Return whether the coming step compares traced energies with others: at the start of the first epochs, and
@@ -263,7 +275,7 @@ class StepBlocks:
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
         is_possible = len(noisy) == 1 and (noisy == {True} or not self._parts)
-        if energies is None or not is_possible or not can_be_compiled(sampler, bool(self._parts)):
+        if energies is None or not is_possible or any(map(sampler.sets_options, sampler.param_groups)):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
         checks, self._epoch = self._checks(), self._trainer.current_epoch
@@ -273,9 +285,11 @@ class StepBlocks:
             if self._compiled is None:
                 self._compiled = energies.compiled_steps(sampler, self._most)
             noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
-            weights = taken.weights(factors, sampler.flat.values.dtype)
-            form = taken.parts, taken.structure, taken.axis
-            found = self._compiled.run(*form, weights, noise, controls, before, last, *self._parts)
+            form = tuple(taken.sizes), tuple(factors)
+            if form != self._weights[0]:
+                self._weights = form, taken.weights(factors, sampler.flat.values.dtype)
+            batches = taken.parts, taken.structure, taken.axis
+            found = self._compiled.run(*batches, self._weights[1], noise, controls, before, last, *self._parts)
         except NotTraceableError as error:
             self._compiles, self._epoch = False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not compiled: {error}.")
@@ -508,15 +522,6 @@ def _acts_in_steps(callback: RunCallback) -> bool:
 def _defines(part: Any, name: str, base: type) -> bool:
     """Return whether an object's class has a method of its own in place of a base class's."""
     return getattr(type(part), name, None) is not getattr(base, name)
-
-
-def _validates(trainer: Any, loop: Any, coming: int, ahead: int) -> bool:
-    """Return whether validation follows a batch of the epoch, see `StepBlocks._is_seen`."""
-    every = trainer.val_check_batch
-    if every is None or math.isinf(every):
-        return False
-    batches = loop.total_batch_idx + 2 + ahead if trainer.check_val_every_n_epoch is None else coming
-    return bool(batches % every == 0)
 
 
 def _text(algorithm: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Batches of tensors in memory, taken several at once out of a trainer's pass over its loader."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,23 +36,26 @@ class Taken:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], indices: Sequence[Sequence[Tensor]], kind: type, size: int | None
+        self, tensors: Sequence[Tensor], rows: Sequence[tuple[Tensor, list[int]]], kind: type, size: int | None
     ) -> None:
-        self._tensors, self._indices, self._kind = tensors, indices, kind
-        self.axis = None if len(indices) == 1 else 0
+        self._tensors, self._rows, self._kind = tensors, rows, kind
+        self.axis = None if len(rows) == 1 else 0
         self.structure = pytree.tree_structure(kind(tensors))
-        sizes = [len(rows) for rows in indices[0]]
-        self.sizes = sizes if all([len(rows) for rows in own] == sizes for own in indices[1:]) else []
+        sizes = rows[0][1]
+        self.sizes = sizes if all([own == sizes for _, own in rows]) else []
         self.parts: list[Tensor] = []
         self._size = max(size or 0, *sizes)
         if self.sizes:
-            at = torch.stack([torch.stack([self._filled(rows) for rows in own]) for own in indices])
-            at = at[0] if len(indices) == 1 else at.transpose(0, 1).contiguous()
-            self.parts = [tensor[at] for tensor in tensors]
+            at = [self._filled(own) for own, _ in rows]
+            self.parts = [tensor[at[0] if len(at) == 1 else torch.stack(at, 1)] for tensor in tensors]
 
     def _filled(self, rows: Tensor) -> Tensor:
-        missing = self._size - len(rows)
-        return torch.cat([rows, rows[:1].expand(missing)]) if missing > 0 else rows
+        """Return the data of all steps, shape (K, B)."""
+        size, sizes = self._size, self.sizes
+        missing = size * len(sizes) - rows.shape[0]
+        if missing == size - sizes[-1]:  # only the last one is short, if any is
+            return torch.cat([rows, rows[-sizes[-1] :][:1].expand(missing)]).view(-1, size)
+        return torch.stack([torch.cat([own, own[:1].expand(size - own.shape[0])]) for own in rows.split(sizes)])
 
     @property
     def ends_short(self) -> bool:
@@ -67,7 +71,8 @@ class Taken:
 
     def batch(self, place: int) -> Any:
         """Return a step's batch as the loader would."""
-        own = [self._kind(tensor[rows[place]] for tensor in self._tensors) for rows in self._indices]
+        at = [rows.split(sizes)[place] for rows, sizes in self._rows]
+        own = [self._kind(tensor[rows] for tensor in self._tensors) for rows in at]
         return own[0] if len(own) == 1 else ChainBatches(own)
 
 
@@ -75,7 +80,7 @@ class RowsOfPass:
     """Takes batches of tensors in memory out of a trainer's pass over its only loader, several at once.
 
     Args:
-        taken: returns the indices of the next batches, for each chain a list of tensors.
+        taken: returns, for each chain, the indices of the next batches, one after the other, and their sizes.
         kind: the class of a batch, list or tuple.
         size: data in a batch that is not short, None if unknown.
     """
@@ -84,7 +89,7 @@ class RowsOfPass:
         self,
         fetcher: Any,
         tensors: Sequence[Tensor],
-        taken: Callable[[int], list[list[Tensor]]],
+        taken: Callable[[int], list[tuple[Tensor, list[int]]]],
         kind: type,
         size: int | None,
     ) -> None:
@@ -135,8 +140,10 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     if not isinstance(own._dataset_fetcher, RowsOfTensors):
         own._dataset_fetcher = RowsOfTensors(loader.dataset)
 
-    def take(count: int) -> list[list[Tensor]]:
+    def take(count: int) -> list[tuple[Tensor, list[int]]]:
         own._num_yielded += count
-        return [[torch.from_numpy(np.array(next(own._sampler_iter), dtype=np.int64)) for _ in range(count)]]
+        batches = [next(own._sampler_iter) for _ in range(count)]
+        rows = np.fromiter(itertools.chain.from_iterable(batches), np.int64)
+        return [(torch.from_numpy(rows), [len(batch) for batch in batches])]
 
     return RowsOfPass(fetcher, loader.dataset.tensors, take, list, loader.batch_size)
