@@ -180,6 +180,13 @@ class Contour:
         if self.rules.floor * self.partition.num_bins >= 1:
             raise ValueError(f"floor must be below 1/num_bins = {1 / self.partition.num_bins}, got {self.rules.floor}")
 
+    def at(self, first_edge: Tensor, width: Tensor) -> "Contour":
+        """Return the contour with a range that is tensors, for functions that are compiled for every range."""
+        made, partition = object.__new__(Contour), object.__new__(EnergyPartition)
+        vars(partition).update(vars(self.partition) | {"first_edge": first_edge, "width": width})
+        vars(made).update(partition=partition, rules=self.rules)
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain numbers and names: the rules and, under "partition", the bins."""
         return {"partition": asdict(self.partition)} | asdict(self.rules)

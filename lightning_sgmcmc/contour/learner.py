@@ -183,11 +183,14 @@ class LearningInSteps:
     def __init__(self, learner: ContourLearner, include_prior: bool, end: Callable[[Location], None]) -> None:
         contour, state = learner.contour, learner.learned.state
         self._learner, self._contour, self._include_prior, self._ended = learner, contour, include_prior, end
-        self.settings = repr((contour, learner.interacting, include_prior))
+        partition = contour.partition
+        self.settings = repr((contour.rules, partition.num_bins, learner.interacting, include_prior))
         self._location = torch.zeros(len(Location._fields), learner.chains.num_chains, dtype=torch.float64)
         self._clamped = torch.zeros(learner.chains.num_chains, dtype=torch.float64)
         self.state: Sequence[Tensor] = [*state, self._clamped, self._location]
-        self.fixed: Sequence[Tensor] = [contour.partition.edges(torch.device("cpu"))]
+        # The bins' range, which each run may learn, is not written into what is compiled.
+        place = exact(partition.first_edge), exact(partition.width)
+        self.fixed: Sequence[Tensor] = [partition.edges(torch.device("cpu")), *place]
 
     def is_of(self, learner: ContourLearner) -> bool:
         """Return whether it is that learner's work."""
@@ -200,27 +203,30 @@ class LearningInSteps:
 
     def multiplier(
         self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
-    ) -> tuple[Tensor, Location]:
-        """Return κ and the location of the chains' energies, from Ũ/N and log p(θ), shape (2, C)."""
+    ) -> tuple[Tensor, tuple[Location, Location]]:
+        """Return κ, and the location of the chains' energies and that from which π is learned, from Ũ/N and log p(θ),
+        shape (2, C)."""
         potential, log_prior = exact(energies)
         energy = potential * exact(num_data) + (0.0 if self._include_prior else log_prior)
         index = (energy[:, None] > fixed[0]).sum(-1)
-        location = self._contour.locate(ContourState(*state[:2]), energy, exact(temperature), fixed[0], index)
-        return location.multiplier, location
-
-    def learn(self, state: Sequence[Tensor], found: Location, number: Tensor) -> list[Tensor]:
-        """Return the state after a step of ω from a location."""
-        contour, rules = self._contour, self._contour.rules
-        learned, used = ContourState(state[0].clone(), state[1].clone()), found
+        learned, contour = ContourState(*state[:2]), self._contour.at(*fixed[1:])
+        location = contour.locate(learned, energy, exact(temperature), fixed[0], index)
+        used = location
         if self._learner.interacting:
-            energy = contour.partition.decode(contour.partition.encode(found.energy, found.index))
-            used = contour.locate(ContourState(*state[:2]), energy, 1.0, energy, found.index)
+            energy = contour.partition.decode(contour.partition.encode(energy, index))
+            used = contour.locate(learned, energy, 1.0, fixed[0], index)
+        return location.multiplier, (location, used)
+
+    def learn(self, state: Sequence[Tensor], found: tuple[Location, Location], number: Tensor) -> list[Tensor]:
+        """Return the state after a step of ω from a location."""
+        contour, rules, (location, used) = self._contour, self._contour.rules, found
+        learned = ContourState(state[0].clone(), state[1].clone())
         contour.learn_densely_(learned, used.index, used.log_density, number)
         clamped = state[2].clone()
         for limit, side in ((rules.min_multiplier, torch.le), (rules.max_multiplier, torch.ge)):
             if limit is not None:
-                clamped = clamped + side(found.multiplier, limit)
-        return [*learned, clamped, torch.stack([exact(part) for part in found])]
+                clamped = clamped + side(location.multiplier, limit)
+        return [*learned, clamped, torch.stack([exact(part) for part in location])]
 
     keeps_each = False
 
