@@ -95,7 +95,10 @@ class StepBlocks:
             (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
         )
         self._hooks = {name: _hooks_of(trainer, name) for name in OF_A_STEP}
-        self._keepers = [c._every_n_train_steps for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint)]
+        keepers = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint)]
+        self._keepers = [keeper._every_n_train_steps for keeper in keepers]
+        self._clocks = [(k, k._train_time_interval.total_seconds()) for k in keepers if k._train_time_interval]
+        """Checkpoints by time, and their seconds."""
         self._rates = [getattr(c, "refresh_rate", 1) for c in callbacks_of(trainer) if isinstance(c, ProgressBar)]
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
@@ -181,7 +184,9 @@ class StepBlocks:
         epoch, and whether Lightning sees that."""
         trainer, loop = self._trainer, self._loop
         step, stepped, batch = trainer.global_step, loop._batches_that_stepped, loop.batch_idx + 1
-        if trainer.should_stop or trainer.received_sigterm:
+        now = time.monotonic() if self._clocks else 0.0
+        is_time = any(now - (keeper._last_time_checked or 0.0) >= interval for keeper, interval in self._clocks)
+        if trainer.should_stop or trainer.received_sigterm or is_time:
             return 1, True
         due = [every - step % every for every in self._keepers if every >= 1]
         if trainer.max_steps >= 0:
@@ -488,8 +493,6 @@ def _is_traceable(part: nn.Module) -> bool:
 
 def _allows_blocks(callback: pl.Callback) -> bool:
     """Return whether a callback's part in a step is called in a block, or lies in the steps that Lightning sees."""
-    if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
-        return False
     kinds = () if type(callback).__module__.partition(".")[0] != pl.__name__ else SEEN
     return isinstance(callback, kinds) or all(_is_known(callback, name) for name in OF_A_STEP)
 

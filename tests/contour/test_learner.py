@@ -86,7 +86,7 @@ def test_a_warm_up_keeps_its_second_half() -> None:
     record = EnergyRecord(10, FOUR)
     for step, energy in enumerate(ENERGIES[:10], start=1):
         if step != 7:  # a step that was skipped
-            record.add(step, energy)
+            record.add(step, energy[None], torch.zeros(1, 1))
     assert sorted(record.energies().tolist()) == sorted(ENERGIES[[5, 7, 8, 9]].flatten().tolist())
     again = EnergyRecord(10, FOUR)
     with pytest.raises(ValueError, match="was at temperature 0"):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,16 @@ def test_an_epoch_ends_for_whom_it_concerns(
     run = Run("traced", monkeypatch, *options.pop("callbacks", ()), data=data, **options)
     assert run.hidden > 0
     assert turned == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_by_time_are_written(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    often = ModelCheckpoint(tmp_path, "{step}", train_time_interval=timedelta(microseconds=1), save_top_k=-1)
+    seldom = ModelCheckpoint(tmp_path, "seldom", train_time_interval=timedelta(hours=1))
+    assert Run(form, monkeypatch, seldom, enable_checkpointing=True).hidden > 0
+    run = Run(form, monkeypatch, often, enable_checkpointing=True)
+    assert run.hidden == 0
+    assert sorted(int(path.stem.split("=")[1]) for path in tmp_path.glob("step=*")) == list(range(1, 85))
 
 
 class Validated(BayesianModule):
