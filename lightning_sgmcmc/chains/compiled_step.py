@@ -186,8 +186,8 @@ class CompiledSteps:
                     group[name] = lr[-1]
         if part is not None:
             part.end(count, energies[:count])
-        kept: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
-        return kept
+        of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
+        return of_last
 
     def _carried(self, state: list[Tensor], keeps_each: bool) -> list[Tensor]:
         """Return what the steps begin with: their number, the state, the first energies, the last two or all, and
@@ -307,7 +307,7 @@ def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> An
     key = repr((step.code, constants, shapes, carried, torch.get_num_threads()))
     if key in _LOOPS and len(constants) == len([*step.buffers()]):
         return _LOOPS[key]
-    examples = [*tensors, torch.tensor(1)]
+    examples: list[Any] = [*tensors, torch.tensor(1)]
     try:
         with torch.no_grad():
             looped = _loop(step, carried, len(examples) - carried)

@@ -279,6 +279,7 @@ class StepBlocks:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
+        assert sampler.flat is not None
         is_possible = len(noisy) == 1 and (noisy == {True} or not self._parts)
         if energies is None or not is_possible or any(map(sampler.sets_options, sampler.param_groups)):
             return None  # in the schedule's controls of these steps, the rule changes itself

@@ -22,8 +22,8 @@ OWN = f"{__name__.partition('.')[0]}."
 class HiddenEpochs:
     """Ends epochs of a fit and begins the next ones, where nothing else acts between them."""
 
-    def __init__(self, trainer: pl.Trainer, module: Any) -> None:
-        self._trainer: Any = trainer
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer = trainer
         self._module = module
         callbacks = callbacks_of(trainer)
         self._hooks = {name: [hook for c in callbacks if (hook := _hook(c, name)) is not None] for name in (START, END)}
