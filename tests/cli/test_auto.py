@@ -69,7 +69,7 @@ RECIPES = sorted(Path(RECIPE).parent.glob("*.yaml"))
 CONFIGURATIONS = [path for path in RECIPES if "\ntrainer:" in path.read_text()]
 
 
-@pytest.mark.by_default("digits_auto", "posterior", "contour")  # `RECIPE` is started below
+@pytest.mark.by_default("posterior", "contour")  # `RECIPE` is started below, and digits_auto in `test_help.py`
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_every_configuration_of_the_project_samples_by_itself(path: Path) -> None:
     """What changes the chain is replaced, so that no two callbacks claim the same part of a step."""
