@@ -257,7 +257,7 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
         _check_config_files(arguments)
     raising = {"exit_on_error": False}
     known = SamplingCLI.subcommands()
-    asked = {name for name in arguments[:1] if name in known} if isinstance(arguments, list) else set()
+    asked: set[str] = {name for name in arguments[:1] if name in known} if isinstance(arguments, list) else set()
     known = {name: known[name] for name in asked or known}
     with warnings.catch_warnings():
         for message in OF_LIGHTNING:
