@@ -1,23 +1,35 @@
 """Shared set-up: one thread, no W&B service, no chatter."""
 
+import functools
 import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-# Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that fork
-# would fail.
-torch.ones((), requires_grad=True).backward()
-
-torch.set_num_threads(1)  # for the fixtures of files too
+gc.set_threshold(20_000, 5, 2)  # else collections of a fit's few cycles are a twentieth of a test's time
 os.fsync = lambda fd: None  # a flush guards against a failing machine only; `test_files.py` watches the calls
 
 LEFT_BY_LIGHTNING = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 """What an earlier trainer leaves in the environment: with a LOCAL_RANK, the next one starts no ranks and waits."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import torch in a process that runs tests, not in the one that hands them out, for which the others wait."""
+    if session.config.getoption("numprocesses", None):
+        return
+    import torch
+    from lightning_fabric.utilities import registry
+
+    # Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that
+    # fork would fail.
+    torch.ones((), requires_grad=True).backward()
+    torch.set_num_threads(1)  # for the fixtures of files too
+    registry.entry_points = functools.cache(registry.entry_points)  # each trainer reads all packages' metadata
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -40,11 +52,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"by_default has parts that no parameter set has: {missing}")
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _few_objects() -> None:
-    """Leave the millions of objects of imports and earlier files out of every collection of garbage."""
+    """Leave the millions of objects of imports out of every collection of garbage."""
     gc.collect()
     gc.freeze()
+    gc.collect()  # which counts those that are left, so that the next full collection is not far away
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_pictures() -> Iterator[None]:
+    """Draw at few dots per inch and once, without a layout, but for files for print: most of a short run's time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from lightning_sgmcmc import figures
+    from lightning_sgmcmc.figures import logging as of_loggers
+
+    save, few = Figure.savefig, 100
+
+    def quickly(figure: Figure, target: Any, *, dpi: Any = "figure", **options: Any) -> None:
+        if dpi != few:
+            save(figure, target, dpi=dpi, **options)
+            return
+        engine, own = figure.get_layout_engine(), figure.dpi
+        figure.set_layout_engine("none")
+        figure.dpi = few
+        FigureCanvasAgg(figure).print_png(target)
+        figure.set_layout_engine(engine)
+        figure.dpi = own
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "PRINT_DPI", few)
+        patch.setattr(of_loggers, "DPI", few)
+        patch.setattr(Figure, "savefig", quickly)
+        yield
 
 
 def pytest_unconfigure() -> None:
@@ -57,6 +99,8 @@ def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     Ctrl-C ends the program: a shell's background jobs ignore it, and so does Lightning after a KeyboardInterrupt.
     """
+    import torch
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -113,7 +113,7 @@ def test_evaluating_samples_does_not_touch_the_chain(tmp_path: Path) -> None:
     for extra in ([], [dashboard, collector, BayesianModelAverage("harmonic"), RunSummary()]):
         torch.manual_seed(3)
         module = classifier(dropout=0.3)
-        trainer = quiet_trainer(max_epochs=6, callbacks=[CyclicalSchedule(2, 0.5, 2), *extra], num_sanity_val_steps=0)
+        trainer = quiet_trainer(max_epochs=4, callbacks=[CyclicalSchedule(2, 0.5, 2), *extra], num_sanity_val_steps=0)
         trainer.fit(module, *loaders())
         modules.append(module)
     assert same(*modules)

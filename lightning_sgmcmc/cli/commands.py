@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,7 @@ def compare(args: Sequence[str]) -> None:
     print(printable(f"Page: {options.output}"))
 
 
+@cache
 def examples() -> dict[str, str]:
     """Return the configurations among the recipes, by name."""
     folder = files("lightning_sgmcmc.recipes")

@@ -1,6 +1,7 @@
 """The recipes: their names, files and first lines."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from lightning_sgmcmc.cli.commands import examples
@@ -32,6 +33,7 @@ def description(name: str) -> str:
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
+@cache  # it parses every recipe
 def descriptions() -> dict[str, str]:
     """Return the first line of each recipe, by name."""
     programs = {path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_")}

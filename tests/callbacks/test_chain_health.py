@@ -148,18 +148,18 @@ def test_accumulation_counts_optimizer_steps() -> None:
 
 def test_resume_keeps_the_record(tmp_path: Path) -> None:
     schedule = SamplingSchedule(burn_in_steps=20, every_n_steps=10)
-    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=150, save_top_k=-1)
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=90, save_top_k=-1)
     first = ChainHealth(every_n_steps=2, warm_up=0.0)
-    trainer = quiet_trainer(max_steps=150, callbacks=[schedule, first, checkpoint], enable_checkpointing=True)
+    trainer = quiet_trainer(max_steps=90, callbacks=[schedule, first, checkpoint], enable_checkpointing=True)
     trainer.fit(PROBLEM.module(sampler=SGHMC, lr=0.004, seed=0), PROBLEM.loader(50))
     (path,) = tmp_path.glob("*.ckpt")
     torch.load(path, weights_only=True)
 
     module, second = PROBLEM.module(sampler=SGHMC, lr=0.004, seed=0), ChainHealth(every_n_steps=2, warm_up=0.0)
     schedule = SamplingSchedule(burn_in_steps=20, every_n_steps=10)
-    trainer = quiet_trainer(max_steps=250, callbacks=[schedule, second])
+    trainer = quiet_trainer(max_steps=150, callbacks=[schedule, second])
     trainer.fit(module, PROBLEM.loader(50), ckpt_path=path)
-    _, whole = run(steps=250, health=ChainHealth(every_n_steps=2, warm_up=0.0))
+    _, whole = run(steps=150, health=ChainHealth(every_n_steps=2, warm_up=0.0))
     assert module.health is not None
     assert whole.health is not None
     assert abs(module.health.observations - whole.health.observations) <= 8
@@ -172,7 +172,7 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path)
     module = PROBLEM.module(sampler=SGHMC, lr=0.15, seed=0)
     with pytest.warns(UserWarning, match="ChainHealth: kinetic temperature.*smaller lr") as caught:
-        run(module, 1200, schedule=CyclicalSchedule(4, 0.1, 1), logger=logger, log_every_n_steps=50)
+        run(module, 600, schedule=CyclicalSchedule(4, 0.1, 1), logger=logger, log_every_n_steps=50)
     kinds = [str(w.message).split(":")[1] for w in caught if "ChainHealth" in str(w.message)]
     assert len(kinds) == len(set(kinds))
     assert module.health is not None

@@ -33,6 +33,7 @@ from lightning_sgmcmc.callbacks import (
 from tests.support.contour_fits import (
     PROBLEM,
     STEP_SIZE,
+    STEPS,
     SaveAt,
     Spy,
     check_against_formulas,
@@ -75,27 +76,27 @@ def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool)
 
 
 def test_a_contour_can_begin_at_a_checkpoint_without_one(tmp_path: Path) -> None:
-    fit(None, SaveAt(tmp_path, {250}), enable_checkpointing=True)
-    schedule = SamplingSchedule(burn_in_steps=400, every_n_steps=10)
-    later = ContourGradient(ContourRules(0.9), num_bins=30, warm_up_steps=100)
+    fit(None, SaveAt(tmp_path, {100}), enable_checkpointing=True)
+    schedule = SamplingSchedule(burn_in_steps=200, every_n_steps=10)
+    later = ContourGradient(ContourRules(0.9), num_bins=30, warm_up_steps=60)
     allow = ExactResume(allow=["schedule.burn_in_steps"])
     module, spy = fit(
-        later, allow, schedule=schedule, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt", max_steps=500
+        later, allow, schedule=schedule, enable_checkpointing=True, ckpt_path=tmp_path / "100.ckpt", max_steps=250
     )
     assert module.contour is not None
-    assert int(module.contour.state.visits.sum()) == 150
-    assert len(spy.samples) == 10
+    assert int(module.contour.state.visits.sum()) == 90
+    assert len(spy.samples) == 5
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
-    fit(contour(), SaveAt(tmp_path, {250}), enable_checkpointing=True)
+    fit(contour(), SaveAt(tmp_path, {100}), enable_checkpointing=True)
     for change in ({"zeta": 0.5}, {"num_bins": 31}, {"width": 7.0}, {"scheme": "original"}, {"floor": 1e-6}):
         with pytest.raises(ValueError, match=r"other settings \(contour"):
-            fit(contour(**change), enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt")
+            fit(contour(**change), enable_checkpointing=True, ckpt_path=tmp_path / "100.ckpt")
     # A run that allows other settings still needs the bins of the learned histogram.
     allow = ExactResume(allow=["contour"])
     with pytest.raises(ValueError, match="the checkpoint's contour has"):
-        fit(contour(num_bins=31), allow, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt")
+        fit(contour(num_bins=31), allow, enable_checkpointing=True, ckpt_path=tmp_path / "100.ckpt")
 
 
 def test_nothing_of_a_fit_is_left_in_the_next_one() -> None:
@@ -151,7 +152,7 @@ def test_scalars_reach_the_logger() -> None:
     learner = contour(min_multiplier=0.9, max_multiplier=1.1)
     _, spy = fit(learner, logger=[logger], log_every_n_steps=20)
     rows = [row for row in logger.rows if "contour/multiplier" in row]
-    assert [row["step"] for row in rows] == list(range(20, 301, 20))
+    assert [row["step"] for row in rows] == list(range(20, STEPS + 1, 20))
     for row in rows:
         step = spy.steps[int(row["step"]) - 1]
         assert (row["contour/multiplier"], row["contour/bin"]) == (step["multiplier"], step["bin"])
@@ -173,7 +174,7 @@ def test_scalars_reach_the_logger() -> None:
 )
 def test_what_goes_wrong_is_said_once(options: dict[str, Any], said: str) -> None:
     with pytest.warns(UserWarning, match=said) as warnings:
-        fit(contour(**options), max_steps=1200)
+        fit(contour(**options), max_steps=600)
     mine = [str(w.message) for w in warnings if "ContourGradient:" in str(w.message)]
     assert sum(said in message for message in mine) == 1, mine
 
@@ -247,9 +248,9 @@ def test_combinations_without_meaning_are_refused() -> None:
     with pytest.raises(ValueError, match="temperature above 0"):
         fit(contour(), schedule=CyclicalSchedule(temperature=0.0))
     with pytest.raises(ValueError, match="shorten warm_up_steps"):
-        fit(ContourGradient(ContourRules(0.5), warm_up_steps=300))
-    with pytest.raises(ValueError, match="draw its first sample after the 290 steps"):
-        fit(ContourGradient(ContourRules(0.5), warm_up_steps=290))
+        fit(ContourGradient(ContourRules(0.5), warm_up_steps=STEPS))
+    with pytest.raises(ValueError, match="draw its first sample after the 140 steps"):
+        fit(ContourGradient(ContourRules(0.5), warm_up_steps=STEPS - 10))
 
 
 def test_dropout_and_full_energies_do_not_go_together() -> None:
@@ -274,7 +275,7 @@ def test_the_average_weighs_by_importance() -> None:
         BayesianModelAverage(),
     ]
     data = Data()
-    quiet_trainer(max_epochs=30, callbacks=callbacks).fit(module, datamodule=data)
+    quiet_trainer(max_epochs=15, callbacks=callbacks).fit(module, datamodule=data)
     posterior = module.posterior
     assert posterior is not None
     weights = posterior.weights
@@ -292,8 +293,8 @@ def test_steps_are_counted_by_every_order_of_callbacks() -> None:
     ends = []
     for order in itertools.permutations(range(3)):
         spy, learner = Spy(), contour()
-        parts = [learner, SamplingSchedule(burn_in_steps=40, every_n_steps=5), spy]
+        parts = [learner, SamplingSchedule(burn_in_steps=20, every_n_steps=5), spy]
         module = PROBLEM.module(sampler=SGLD, lr=0.3, seed=1)
-        quiet_trainer(max_steps=80, callbacks=[parts[i] for i in order]).fit(module, PROBLEM.loader(40))
+        quiet_trainer(max_steps=40, callbacks=[parts[i] for i in order]).fit(module, PROBLEM.loader(40))
         ends.append([(s.log_weight, s.bin, s.energy) for s in spy.samples])
     assert all(end == ends[0] for end in ends)

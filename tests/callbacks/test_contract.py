@@ -317,7 +317,6 @@ def test_nothing_is_held_however_a_fit_ends(case: Case, hook: str, error: Any, t
 
 
 @pytest.mark.by_default(
-    "SampleCollector",
     "ContourGradient, interacting",
     "ReplicaExchange",
     "EWSG, accumulating",

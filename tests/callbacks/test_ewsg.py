@@ -274,8 +274,8 @@ def test_it_goes_on_exactly_from_any_batch(tmp_path: Path, setting: str) -> None
     if setting != "epochs":
         options |= {"accumulate_grad_batches": 2, "max_epochs": 5}
     whole = resumable_run(tmp_path / "whole", options, "memory", EWSG(1), SaveEverywhere(tmp_path))
-    checkpoints = sorted(tmp_path.glob("*.ckpt"))[::3]
-    assert len(checkpoints) > 8
+    checkpoints = sorted(tmp_path.glob("*.ckpt"))[::5]
+    assert len(checkpoints) > 5
     bad = {}
     for checkpoint in checkpoints:
         folder = tmp_path / checkpoint.stem

@@ -245,7 +245,11 @@ def test_a_full_disk_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(logger_output, "write_output", full)
     monkeypatch.setattr("lightning_sgmcmc.callbacks.posterior_dashboard.write_output", full)
     module = classifier()
-    callbacks = [CyclicalSchedule(1, 0.5, 2), PosteriorDashboard(), BayesianModelAverage()]
+    callbacks = [
+        CyclicalSchedule(1, 0.5, 2),
+        PosteriorDashboard(figures=["schedule", "energy", "segments", "tables"]),
+        BayesianModelAverage(),
+    ]
     trainer = quiet_trainer(max_epochs=5, callbacks=callbacks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

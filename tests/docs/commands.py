@@ -117,8 +117,8 @@ def _written(name: str, folder: Path) -> Path:
 
 
 @cache
-def _lightning_parser() -> Any:
-    """Return the parser of the commands that Lightning runs; building it takes as long as using it."""
+def _lightning_parser(command: str) -> Any:
+    """Return the parser of a command that Lightning runs; building it takes as long as using it."""
     found = []
 
     def stop(self: SamplingCLI, parser: Any, arguments: Any) -> None:
@@ -126,14 +126,14 @@ def _lightning_parser() -> Any:
         raise _Parsed
 
     with patch.object(SamplingCLI, "parse_arguments", stop), suppress(_Parsed):
-        run_command(["fit"])
+        run_command([command])
     return found[0]
 
 
 def _parse(words: list[str]) -> None:
     """Parse the arguments; what the command would do is replaced by nothing."""
     if words[0] in SamplingCLI.subcommands() and not {"-h", "--help", "--help_full"} & set(words):
-        _lightning_parser().parse_args([word for word in words if word != "--debug"])
+        _lightning_parser(words[0]).parse_args([word for word in words if word != "--debug"])
         return
     with ExitStack() as stack:
         for module, name, result in (

@@ -79,7 +79,7 @@ def run_on_two_ranks(page: str, strategy: str, folder: Path, seconds: float) -> 
     return said.read_text()
 
 
-@pytest.mark.by_default("ddp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "strategy"), [("README.md", "ddp"), (START, "chains")])
 def test_the_first_pages(page: str, strategy: str, tmp_path: Path) -> None:
     said = run_on_two_ranks(page, strategy, tmp_path, seconds=400)

@@ -153,7 +153,7 @@ def begin_half(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("operations", "stride"),
     [
-        pytest.param(OPERATIONS[:2], 25, id="some"),
+        pytest.param(OPERATIONS[:2], 50, id="some"),
         *(pytest.param((name,), 1, id=f"every {name}", marks=pytest.mark.slow) for name in OPERATIONS),
     ],
 )
@@ -218,7 +218,10 @@ def test_a_kill_at_every_tenth_of_a_second(
 # -- exceptions --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, MemoryError, SystemExit])
+@pytest.mark.parametrize(
+    "kind",
+    [RuntimeError, KeyboardInterrupt, *(pytest.param(k, marks=pytest.mark.slow) for k in (MemoryError, SystemExit))],
+)
 @pytest.mark.parametrize("hooks", [pytest.param(7, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_an_exception_in_every_hook(tmp_path: Path, whole: Samples, hooks: int, kind: type[BaseException]) -> None:
     """First and last of the callbacks: the folder is free again, what was written is right, and the run goes on."""

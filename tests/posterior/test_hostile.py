@@ -200,13 +200,13 @@ USES: dict[str, list[Callable[[Path], None]]] = {
     "resume": [use_resume],
 }
 CASES = {
-    "manifest": 60,
-    "store": 60,
+    "manifest": 30,
+    "store": 30,
     "report": 6,
     "settings": 6,
-    "calibration": 30,
-    "evaluation": 30,
-    "checkpoint": 60,
+    "calibration": 20,
+    "evaluation": 20,
+    "checkpoint": 30,
     "resume": 6,
 }
 MANY = {

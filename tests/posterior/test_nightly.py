@@ -36,7 +36,7 @@ def probabilities(posterior: Posterior) -> Tensor:
     return posterior.predict(X).probabilities
 
 
-@pytest.mark.by_default("another seed", "plain-", "frozen")
+@pytest.mark.by_default("another seed", "plain-the same")
 @pytest.mark.parametrize("seed", [1, 0], ids=["another seed", "the same seed"])
 @pytest.mark.parametrize("kind", ["auto", "plain", "plain, then auto", "auto, then plain", "frozen trunk"])
 def test_an_opened_posterior_serves_the_old_samples(tmp_path: Path, kind: str, seed: int) -> None:

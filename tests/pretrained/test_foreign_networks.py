@@ -151,12 +151,13 @@ def test_a_listed_architecture_builds_from_numbers_alone(family: str) -> None:
     names: set[str] = set()
     for file in files:
         tree = ast.parse(file.read_text())
-        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        nodes = list(ast.walk(tree))
+        calls = [node.func for node in nodes if isinstance(node, ast.Call)]
         names |= {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
-        names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.startswith("Auto")}
-        imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names |= {node.id for node in nodes if isinstance(node, ast.Name) and node.id.startswith("Auto")}
+        imported = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         names |= {"timm" for module in imported if "timm" in module or module.endswith("auto")}
-        names |= {"timm" for node in ast.walk(tree) if isinstance(node, ast.Import) if "timm" in ast.dump(node)}
+        names |= {"timm" for node in nodes if isinstance(node, ast.Import) if "timm" in ast.dump(node)}
     assert not names & (LOADERS | {"timm"})
     assert not {name for name in names if name.startswith(("AutoModel", "AutoBackbone", "AutoConfig"))}
 

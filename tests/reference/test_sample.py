@@ -67,7 +67,7 @@ def problem(module: BayesianModule, batch_size: int = 1000, dtype: torch.dtype |
     return Problem(module, data(), batch_size, 3, None, 0, dtype)
 
 
-@pytest.mark.parametrize("kernel", ["nuts", "hmc"])
+@pytest.mark.parametrize("kernel", ["nuts", pytest.param("hmc", marks=pytest.mark.slow)])
 def test_the_posterior_is_the_conjugate_one(kernel: Any) -> None:
     """Means and covariances of 3 parameters from 6 chains, within 4.5 Monte-Carlo standard errors by ArviZ's effective
     size: a false alarm in 10⁴ seeds for the 9 figures together."""
@@ -234,6 +234,15 @@ def test_a_run_that_has_ended_is_opened_and_continued_to_more_draws(tmp_path: Pa
     assert reference.read_report(tmp_path / "samples").acceptance == report.acceptance
 
 
+@pytest.fixture(scope="module")
+def kept_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The arguments of a run that is in a folder."""
+    out = tmp_path_factory.mktemp("run")
+    given: dict[str, Any] = {"module": regression(), "data": data()} | SHORT | {"draws": 1, "out": out}
+    reference.sample(**given)
+    return given
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -247,11 +256,11 @@ def test_a_run_that_has_ended_is_opened_and_continued_to_more_draws(tmp_path: Pa
         ({"dtype": torch.float64}, "has a run with another "),
     ],
 )
-def test_another_run_in_the_same_folder_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"module": regression(), "data": data()} | SHORT | {"draws": 1, "out": tmp_path}
-    reference.sample(**given)
+def test_another_run_in_the_same_folder_is_refused(
+    kept_run: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        reference.sample(**(given | change))
+        reference.sample(**(kept_run | change))
 
 
 def test_samples_of_a_fit_are_not_overwritten(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def made_run(folder: Path, chains: int = 3, draws: int = 12, shift: float = 0.0,
 
 @needs_browser
 def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["fit", "--config", RECIPE, "--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"])
+    main(["fit", "--config", RECIPE, "--trainer.max_epochs=16", "--trainer.enable_progress_bar=false"])
     capsys.readouterr()
     main(["report", "runs"])
     path = Path("runs/digits_csghmc/version_0/report.html").resolve()

@@ -26,6 +26,7 @@ from tests.support.trainers import quiet_trainer
 
 PROBLEM = ConjugateRegression(num_data=120, features=2, outputs=3)
 PARTITION = {"first_edge": 390.0, "width": 6.0, "num_bins": 30}
+STEPS, BURN_IN = 150, 90
 STEP_SIZE = DecayingStepSize(5, 0.7, 20)
 RULES = {field.name for field in dataclasses.fields(ContourRules)}
 
@@ -90,11 +91,11 @@ def fit(
     module: Any = None,
     **trainer_options: Any,
 ) -> tuple[BayesianModule, Spy]:
-    options = {"max_steps": 300} | trainer_options
+    options = {"max_steps": STEPS} | trainer_options
     ckpt_path = options.pop("ckpt_path", None)
     spy = Spy()
     first = [] if contour is None else [contour]
-    callbacks = [*first, schedule or SamplingSchedule(burn_in_steps=200, every_n_steps=10), *more, spy]
+    callbacks = [*first, schedule or SamplingSchedule(burn_in_steps=BURN_IN, every_n_steps=10), *more, spy]
     module = module or PROBLEM.module(sampler=SGLD, lr=0.3, seed=1)
     quiet_trainer(callbacks=callbacks, **options).fit(module, PROBLEM.loader(batch), ckpt_path=ckpt_path)
     return module, spy
