@@ -5,7 +5,7 @@ Lightning would make: the same batches, controls, noise and calls of this librar
 has no effect in them is left out: contexts of profilers, hooks that nobody defines, the collection of metrics that
 nobody logs. The gradient comes from traced operations (`chains.traced`), for all chains at once, so the numbers are
 those of other steps up to rounding. Lightning's counts of batches and steps go on, and a block ends with the step after
-which Lightning validates, logs, saves or shows its progress, or an epoch ends that it sees (`hidden_epochs`).
+which Lightning validates, logs, saves or shows its progress, or an epoch ends that it sees (`passes`).
 
 A run with a part that acts at every step, such as a user's callback with `on_train_batch_end`, has no blocks.
 """
@@ -35,8 +35,7 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.compiling import has_compiler
-from lightning_sgmcmc.fit.hidden_epochs import HiddenEpochs, validates
-from lightning_sgmcmc.fit.pass_rows import RowsOfPass, Taken, rows_of_pass
+from lightning_sgmcmc.fit.passes import HiddenEpochs, RowsOfPass, Taken, rows_of_pass, validates
 from lightning_sgmcmc.samplers import Sampler
 
 LONGEST = 0.2

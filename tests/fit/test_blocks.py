@@ -41,7 +41,7 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
-from lightning_sgmcmc.fit.hidden_epochs import HiddenEpochs
+from lightning_sgmcmc.fit.passes import HiddenEpochs
 
 N = 130
 generator = torch.Generator().manual_seed(0)
