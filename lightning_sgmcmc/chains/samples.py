@@ -256,8 +256,8 @@ class Drawing:
 
 
 PRIME = 2**31 - 1
-SUMMED = 2**22
-"""Numbers that are summed at once."""
+SUMMED, SUMMED_ON_CPU = 2**22, 2**18
+"""Numbers that are summed at once, for which a CPU makes copies of twice the width."""
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -266,7 +266,8 @@ def checksum(tensors: list[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for place, tensor in enumerate(tensors, 1):
         bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
-        added = [part.sum(dtype=torch.int64) for part in bits.split(SUMMED)]  # the sum of wider numbers copies them
+        parts = bits.split(SUMMED_ON_CPU if bits.device.type == "cpu" else SUMMED)
+        added = [part.sum(dtype=torch.int64) for part in parts]
         total = (total + place * (sum(added, torch.zeros_like(total)) % PRIME)) % PRIME
     return total
 

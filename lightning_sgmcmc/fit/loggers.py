@@ -82,7 +82,7 @@ def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: dict[str, An
 
 
 SECONDS_BETWEEN_READINGS = 0.25
-"""Seconds between refreshes: reading the NLL synchronizes the device, and no reader needs it more often."""
+"""Seconds between new entries: reading the NLL synchronizes the device, and a bar asks for its entries every step."""
 WIDE = 120
 """Columns of a terminal that has room for all entries."""
 
@@ -95,7 +95,7 @@ class SamplingProgress(pl.Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._from_device: dict[str, str] = {}
+        self._shown: dict[str, Any] = {}
         self._next_reading = 0.0
         self._is_wide = get_terminal_size().columns >= WIDE
 
@@ -109,10 +109,14 @@ class SamplingProgress(pl.Callback):
         own_items = bar.get_metrics
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-            _keep_on_one_line(bar)
-            others = own_items(trainer, pl_module)
-            others.pop("v_num", None)
-            return {**self.items(trainer, pl_module), **others}
+            now = time.monotonic()
+            if now >= self._next_reading or trainer.is_last_batch:
+                _keep_on_one_line(bar)
+                own, others = self.items(trainer, pl_module), own_items(trainer, pl_module)
+                others.pop("v_num", None)
+                self._shown = {**own, **others}
+                self._next_reading = now + SECONDS_BETWEEN_READINGS if own else 0.0
+            return dict(self._shown)
 
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
@@ -130,22 +134,18 @@ class SamplingProgress(pl.Callback):
         progress = chains.progress
         if sampler.step_count == 0:
             return {}
-        now = time.monotonic()
-        if now >= self._next_reading or trainer.is_last_batch:
-            self._next_reading = now + SECONDS_BETWEEN_READINGS
-            self._from_device = {"nll": short_number(mean_nll(chains.observed))}
-            validation = _validation_nll(trainer, module)
-            if validation is not None:
-                self._from_device["val"] = short_number(validation)
-            if self._is_wide:
-                self._from_device["temperature"] = f"{mean_of(sampler.param_groups[0]['temperature']):.3g}"
+        found = {"nll": short_number(mean_nll(chains.observed))}
+        validation = _validation_nll(trainer, module)
+        if validation is not None:
+            found["val"] = short_number(validation)
         samples = str(self._safeguards.samples)
         if not self._is_wide and progress.stage is Stage.WARM_START:
-            return {**self._from_device, "stage": progress.stage.value}
+            return {**found, "stage": progress.stage.value}
         if not self._is_wide:
-            return {**self._from_device, "n": samples}
+            return {**found, "n": samples}
+        found["temperature"] = f"{mean_of(sampler.param_groups[0]['temperature']):.3g}"
         cycle = {} if progress.num_cycles is None else {"cycle": f"{progress.cycle + 1}/{progress.num_cycles}"}
-        return {**self._from_device, **cycle, "stage": progress.stage.value, "samples": samples}
+        return {**found, **cycle, "stage": progress.stage.value, "samples": samples}
 
 
 def mean_nll(observed: ObservedEnergy) -> float:

@@ -36,8 +36,8 @@ class Line(BayesianModule):
     """A line with learned noise; its chains differ in their start."""
 
     def __init__(self, num_chains: int = 1, **options: Any) -> None:
-        chosen = {"sampler": SGHMC, "lr": 0.0, "seed": 1} | options
-        super().__init__(num_chains=num_chains, num_data=NUM_DATA, likelihood=Gaussian(0.7, learned=True), **chosen)
+        chosen = {"sampler": SGHMC, "lr": 0.0, "seed": 1, "num_data": NUM_DATA} | options
+        super().__init__(num_chains=num_chains, likelihood=Gaussian(0.7, learned=True), **chosen)
         self.net = nn.Linear(3, 1)
 
 
@@ -50,7 +50,7 @@ class Steps(Each):
     @staticmethod
     def look(trainer: Any, module: Any, optimizer: Any) -> tuple[Tensor, Tensor]:
         gradients = [p.grad.reshape(module.num_chains, -1) for p in module.parameters()]
-        return module.chains.observed.energy.clone(), torch.cat(gradients, 1).double() * NUM_DATA
+        return module.chains.observed.energy.clone(), torch.cat(gradients, 1).double() * module.num_data
 
 
 def fit(module: Line, stream: Any, steps: Steps, callbacks: Any = (), **options: Any) -> None:
@@ -63,7 +63,7 @@ def fit(module: Line, stream: Any, steps: Steps, callbacks: Any = (), **options:
 def truth(module: Line, chain: int, of: list[tuple[Tensor, Tensor]]) -> tuple[float, Tensor]:
     """Return the mean potential energy of these batches and its gradient, at a chain's state."""
     with module.at_chain(chain):
-        each = [-NUM_DATA * module.log_likelihood(batch).mean() - module.log_prior() for batch in of]
+        each = [-module.num_data * module.log_likelihood(batch).mean() - module.log_prior() for batch in of]
         energy = torch.stack(each).mean()
         gradients = torch.autograd.grad(energy, list(module.parameters()))
         return energy.item(), torch.cat([g.reshape(-1) for g in gradients]).double()
@@ -102,7 +102,8 @@ def test_a_short_step_of_ewsg_chooses_among_its_own_batches() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 def test_a_short_step_on_two_ranks_has_the_mean_of_both(tmp_path: Path, execution: Any) -> None:
-    steps, module = Steps(), Line(2, shared_batch=True, chain_execution=execution)
+    steps, num_data = Steps(), 2 * NUM_DATA
+    module = Line(2, shared_batch=True, chain_execution=execution, num_data=num_data)
     fit(
         module,
         OwnStream(),
@@ -115,7 +116,7 @@ def test_a_short_step_on_two_ranks_has_the_mean_of_both(tmp_path: Path, executio
         accumulate_grad_batches=3,
     )
     for gradients, state in Dump.read(tmp_path):
-        at_end = Line(2)
+        at_end = Line(2, num_data=num_data)
         at_end.load_state_dict(state)
         for gradient, part in zip(gradients, (slice(0, 3), slice(3, 5)), strict=True):
             for chain in range(2):
