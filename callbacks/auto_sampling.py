@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import pytorch_lightning as pl
 import torch
 import yaml
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
@@ -42,6 +40,7 @@ from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -24,6 +22,7 @@ from lightning_sgmcmc.chains.warm_start import ChainOptimizers, check_optimizer,
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refreshed
 from lightning_sgmcmc.expansion import is_expanded
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of

@@ -4,9 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import flat_loaders, is_shuffled
@@ -33,6 +31,7 @@ from lightning_sgmcmc.evaluation.scoring import (
 )
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.fit.checks import PatientStopping
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import fault_of_order, fault_of_start, has_short_steps
@@ -18,10 +15,13 @@ from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import differs_in_training, full_energies
 from lightning_sgmcmc.health.verdict import SELDOM_ACCEPTED
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact_device
+
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 
 FOREIGN = {
     "set controls": "changes the sampled law, and the test is of exp(-U/τ)",

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
@@ -22,6 +20,7 @@ from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.health.facts import prior_norm
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
 from lightning_sgmcmc.samplers import Sampler

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BasePredictionWriter
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.files import free_name, is_regular, replacing
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
+
+BasePredictionWriter = pl.callbacks.BasePredictionWriter
 
 
 class PredictionWriter(BasePredictionWriter):

@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.schedule import is_optimization
@@ -28,6 +26,7 @@ from lightning_sgmcmc.fit.results import (
     write_results,
 )
 from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run

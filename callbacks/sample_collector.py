@@ -6,9 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, SampleRecord
@@ -20,6 +17,7 @@ from lightning_sgmcmc.files import flush_folder, is_regular, local_path, remove_
 from lightning_sgmcmc.fit.checkpoints import check_common, mark_of_store
 from lightning_sgmcmc.fit.folder import newest_store
 from lightning_sgmcmc.fit.resume import check_resume
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import description_for_store, model_of
 from lightning_sgmcmc.posterior.disk import DiskStore

@@ -3,10 +3,7 @@
 import math
 from typing import Any, Generic, TypeVar
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, Timer
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
@@ -14,9 +11,13 @@ from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps
 from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.schedules import Annealing, CyclicalPlan, PolynomialDecay
+
+EarlyStopping = pl.callbacks.EarlyStopping
+Timer = pl.callbacks.Timer
 
 
 class SamplingSchedule(Schedule):

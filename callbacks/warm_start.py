@@ -3,9 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
 from lightning_sgmcmc.chains.callback import Place, Run, sampling_module
@@ -15,6 +13,7 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import fit_steps, is_trial
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
 

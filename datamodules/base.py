@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -14,6 +13,7 @@ from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.tables import InputColumns
 from lightning_sgmcmc.tables.columns import some
 from lightning_sgmcmc.tensors import sent

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, TensorBatches, evaluation_loader
 from lightning_sgmcmc.datamodules.images import ImageDataModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed
 
 CHUNK = 1000

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -13,6 +12,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.base import TensorBatches, replica_of
+from lightning_sgmcmc.namespace import pl
 
 TABLES = ("datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset")
 """Classes of the package datasets, which need not be installed."""

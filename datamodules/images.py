@@ -4,15 +4,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 
 Resident = bool | Literal["auto"]
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.tables import Columns, InputColumns, is_frame
 from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, is_categorical, is_table
 from lightning_sgmcmc.tables.columns import plain, some

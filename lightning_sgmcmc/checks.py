@@ -5,7 +5,6 @@ import functools
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -72,26 +71,6 @@ def check_kind(name: str, value: Any, kind: type, optional: bool = True) -> None
     """Raise unless `value` is an object of a class, or None if it is optional."""
     if not isinstance(value, kind) and not (value is None and optional):
         raise TypeError(f"{name} must be an object of class {kind.__name__}, got {value!r}")
-
-
-def is_of_other_namespace(value: Any) -> bool:
-    """Return whether an object's class, or one of its base classes, comes from `lightning.pytorch`."""
-    return any(f"{cls.__module__}.".startswith("lightning.pytorch.") for cls in type(value).__mro__)
-
-
-def names_other_lightning(*modules: str) -> bool:
-    """Return whether a module, or the main program, imports from `lightning` and not from `pytorch_lightning`."""
-    if "lightning.pytorch" not in sys.modules:
-        return False
-    for name in (*modules, "__main__"):
-        values = list(vars(sys.modules.get(name, sys)).values())
-        origins = {value.__name__ for value in values if inspect.ismodule(value)}
-        origins |= {value.__module__ for value in values if inspect.isclass(value)}
-        ours = any(f"{origin}.".startswith("pytorch_lightning.") for origin in origins)
-        theirs = any(origin == "lightning" or f"{origin}.".startswith("lightning.pytorch.") for origin in origins)
-        if theirs and not ours:
-            return True
-    return False
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

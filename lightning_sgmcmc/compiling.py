@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_sgmcmc.namespace import rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.plain import parts_in
 
 Result = TypeVar("Result")

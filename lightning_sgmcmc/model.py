@@ -8,8 +8,6 @@ from functools import partial
 from types import CodeType, MethodType
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import (
@@ -27,8 +25,8 @@ from lightning_sgmcmc.batches.inputs import (
     trimmed,
     unwrapped,
 )
-from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood, TokenCategorical
+from lightning_sgmcmc.namespace import OTHER, PACKAGES, names_other_lightning, pl, rank_zero_info, way_out
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
@@ -60,9 +58,8 @@ class EnergyModel(pl.LightningModule):
         super().__init__()
         if names_other_lightning(type(self).__module__):
             warnings.warn(
-                "lightning's Trainer does not accept this module (`model` must be a `LightningModule`), since "
-                "lightning.pytorch and pytorch_lightning are two packages: write `import pytorch_lightning as pl` "
-                "instead of `import lightning as L`, and use pl.Trainer",
+                f"{PACKAGES[OTHER]}'s Trainer does not accept this module (`model` must be a `LightningModule`): "
+                f"{way_out()}",
                 stacklevel=4,
             )
         check_part("net", net, nn.Module)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior

@@ -16,6 +16,7 @@ from lightning_sgmcmc.cli.commands import examples
 from lightning_sgmcmc.cli.exits import FAILED, Mistake, no_folder_left_behind, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.fit.results import origin_of_run
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared import needs
 from lightning_sgmcmc.recipes.shared.expected import compare, predicted_seconds
 from lightning_sgmcmc.recipes.shared.jobs import SECONDS, Planned, duration
@@ -101,7 +102,7 @@ def _run_configuration(path: Path, options: Options) -> None:
     if options.dry_run:
         print(f"{path.stem}: 1 job")
         return
-    logger = ["--trainer.logger=pytorch_lightning.loggers.CSVLogger"]
+    logger = [f"--trainer.logger={pl.__name__}.loggers.CSVLogger"]
     logger += [f"--trainer.logger.save_dir={options.out.parent}", f"--trainer.logger.name={options.out.name}"]
     logger += ["--trainer.logger.version="]
     changed = [f"--{key}={value}" for key, value in options.changed.items()]

@@ -51,14 +51,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import CSVLogger
-
 from lightning_sgmcmc.callbacks import PosteriorDashboard
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared import resnet
 from lightning_sgmcmc.recipes.shared.averages import logit_average
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
@@ -79,6 +77,8 @@ from lightning_sgmcmc.recipes.shared.uncertainty_methods import (
     callbacks_of,
     module_of,
 )
+
+CSVLogger = pl.loggers.CSVLogger
 
 PICTURED = ("reSGHMC×P4", "ICSGHMC×P4")
 CLASSES = {"synthetic": 10, "CIFAR-100": 100}

@@ -37,8 +37,9 @@ from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
     from torch import nn
+
+    from lightning_sgmcmc.namespace import pl
 
 
 METHODS = ("M-SGD", "SGHMC", "CSGHMC", "saM-SGD", "saSGHMC", "saCSGHMC")
@@ -193,7 +194,6 @@ def callbacks_of(method: str, setting: Setting) -> "list[pl.Callback]":
 
 def one(method: str, seed: int, setting: Setting, settings: Settings, options: Options) -> tuple[float, float, float]:
     """Train and test one network; return the accuracies in % of the best sample and of the average, and the ESS."""
-    import pytorch_lightning as pl
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
     from lightning_sgmcmc.samplers import SGHMC

@@ -44,7 +44,9 @@ from lightning_sgmcmc.recipes.shared.synthetic_images import SIDE, SyntheticImag
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
+    from lightning_sgmcmc.namespace import pl
+
+    CSVLogger = pl.loggers.CSVLogger
     from torch import nn
 
     from lightning_sgmcmc import BayesianModule
@@ -265,8 +267,6 @@ def datamodule(setting: Setting, settings: Settings, options: Options) -> Any:
 
 def one(method: Method, seed: int, setting: Setting, settings: Settings, options: Options) -> Outcome:
     """Train and test one network, or one stack of chains."""
-    import pytorch_lightning as pl
-    from pytorch_lightning.loggers import CSVLogger
 
     prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)

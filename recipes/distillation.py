@@ -69,7 +69,6 @@ def run(options: Options) -> list[Row]:
 
 def one(seed: int, settings: Settings, options: Options) -> dict[tuple[str, str], float]:
     """Return each method's figures for one seed."""
-    import pytorch_lightning as pl
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from torchvision.ops import MLP
@@ -77,6 +76,7 @@ def one(seed: int, settings: Settings, options: Options) -> dict[tuple[str, str]
     from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior
     from lightning_sgmcmc.callbacks import CyclicalSchedule
     from lightning_sgmcmc.datamodules import DatasetDataModule, MNISTDataModule, NotMNISTDataModule
+    from lightning_sgmcmc.namespace import pl
 
     silence_lightning()
     pl.seed_everything(seed, verbose=False)

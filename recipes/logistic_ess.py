@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +37,7 @@ from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, Sampli
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.diagnostics.draws import import_arviz
 from lightning_sgmcmc.figures.canvas import save_figure
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.effective_sizes import PICTURES, Measures, Study
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import (

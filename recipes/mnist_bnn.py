@@ -49,7 +49,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +57,7 @@ from lightning_sgmcmc.batches.orders import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.figures.canvas import save_figure
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
 from lightning_sgmcmc.recipes.shared.error_curves import Curve, ErrorCurves, deviation, learning_curves
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +56,7 @@ from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
 from lightning_sgmcmc.figures.canvas import save_figure
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
 from lightning_sgmcmc.recipes.shared.figures import energy_walk_figure, weight_paths_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

@@ -161,9 +161,8 @@ def module_of(method: Method, chains: int) -> "BayesianModule":
 
 def one(method: Method, seed: int, chains: int, setting: Settings, options: Options) -> Outcome:
     """Train and test one network, or a stack of them; return what each repeat found."""
-    import pytorch_lightning as pl
-
     from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector
+    from lightning_sgmcmc.namespace import pl
 
     prepare_run(options)
     pl.seed_everything(seed, verbose=False)

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +42,7 @@ from lightning_sgmcmc import BayesianModule, ContourRules, DecayingStepSize, Gau
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
 from lightning_sgmcmc.figures.canvas import legend_below, panels, save_figure, series
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require

@@ -84,8 +84,7 @@ def run(options: Options) -> list[Row]:
 
 def one(method: str, seed: int, settings: Settings, options: Options) -> dict[str, float]:
     """Fit one method with one seed; return its figures."""
-    import pytorch_lightning as pl
-
+    from lightning_sgmcmc.namespace import pl
     from lightning_sgmcmc.recipes.equal_cost.methods import METHODS as FUNCTIONS
 
     silence_lightning()

@@ -34,7 +34,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import nn
 
@@ -42,6 +41,7 @@ from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, Pos
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.figures.canvas import panels, save_figure, series
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -51,9 +51,8 @@ from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
     from lightning_sgmcmc.datamodules import UCIRegressionDataModule
+    from lightning_sgmcmc.namespace import pl
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,6 @@ def one(
         settings: the recipe's.
         options: the recipe's.
     """
-    import pytorch_lightning as pl
     import torch
     from torchvision.ops import MLP
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
@@ -21,7 +20,10 @@ from torch.utils.data import (
 
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, OrderSpec, batches_per_epoch, check_order
 from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.namespace import fabric
 from lightning_sgmcmc.seeding import derive_seed, fit_seed, reseed, reseed_everything, unchanged_generators
+
+move_data_to_device = fabric.utilities.move_data_to_device
 
 
 class ChainBatches(list[Any]):

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils._pytree import tree_leaves
@@ -20,7 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder, CyclicOrder, Permutation, SymmetricOrder
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
+
+UnrepeatedDistributedSampler = pl.overrides.distributed.UnrepeatedDistributedSampler
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +15,8 @@ from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sample
 from lightning_sgmcmc.chains.compiled_step import StepPart
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
-from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
+from lightning_sgmcmc.checks import names_arguments
+from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, way_out
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.tensors import exact
@@ -358,10 +358,7 @@ class StepClaimant(SamplerCallback):
 def sampling_module(module: pl.LightningModule, callback: pl.Callback) -> ChainModel:
     """Return the module of a callback, typed as one with chains."""
     if is_of_other_namespace(module):
-        raise TypeError(
-            f"{type(module).__name__} comes from lightning.pytorch, but {type(callback).__name__} from "
-            "pytorch_lightning, and the two do not mix: import Trainer and modules from pytorch_lightning"
-        )
+        raise TypeError(f"{type(module).__name__} comes from {PACKAGES[OTHER]}: {way_out()}")
     if not isinstance(module, ChainModel):
         raise TypeError(
             f"{type(callback).__name__} works with a BayesianModule, got {type(module).__name__}: derive it from "

@@ -6,10 +6,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,6 +37,7 @@ from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors.base import check_patterns
 from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.priors.state import is_prior_state
@@ -47,6 +45,8 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.rows import FlatParameters, clip_rows, compiled
 from lightning_sgmcmc.tensors import Control, as_rows
+
+DDPStrategy = pl.strategies.DDPStrategy
 
 
 class Chains:

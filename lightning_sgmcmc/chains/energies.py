@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -26,6 +25,7 @@ from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike
 from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
 from lightning_sgmcmc.priors.state import is_prior_state, prior_state

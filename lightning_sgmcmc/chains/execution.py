@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.compiling import compiled_if_possible
 from lightning_sgmcmc.expansion import PLAIN, collapsed, expansions_of, plain_type
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.seeding import derive_seed, unchanged_torch_generators
 

@@ -9,17 +9,18 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed, fit_seed
+
+DDPStrategy = pl.strategies.DDPStrategy
+_MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
+TrainerFn = pl.trainer.states.TrainerFn
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.chains.callback import Place, PlannedSchedule, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_trial, pass_on
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler

@@ -6,11 +6,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -28,8 +25,13 @@ from lightning_sgmcmc.chains.layout import (
 from lightning_sgmcmc.chains.samples import PARTS, PosteriorSample
 from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
+
+DDPStrategy = pl.strategies.DDPStrategy
+StrategyRegistry = pl.strategies.StrategyRegistry
+TrainerFn = pl.trainer.states.TrainerFn
 
 
 def join_sampler(own: dict[str, Any], parts: Sequence[dict[str, Any]], chains_each: int) -> dict[str, Any]:

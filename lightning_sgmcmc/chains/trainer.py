@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import LearningRateMonitor
-from pytorch_lightning.core.saving import save_hparams_to_yaml
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -22,7 +16,13 @@ from lightning_sgmcmc.chains.callback import Place, RunCallback
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.files import MASK, is_remote, is_secret, text_without_secrets
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
+
+LearningRateMonitor = pl.callbacks.LearningRateMonitor
+save_hparams_to_yaml = pl.core.saving.save_hparams_to_yaml
+TensorBoardLogger = pl.loggers.TensorBoardLogger
+_MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
 
 Kind = TypeVar("Kind")
 

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import yaml
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.table import Table
 
 from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.fit.results import RESULTS, TABLE, plain_console, write_results
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.report.run_record import CONFIG
 
@@ -71,7 +70,7 @@ def _configuration(
     averaged = [{"class_path": PACKAGE + one} for one in ("SampleCollector", "BayesianModelAverage")]
     summary = {"class_path": PACKAGE + "RunSummary", "init_args": {"name": name}}
     place = {"save_dir": str(folder.parent), "name": name, "version": ""}
-    logger = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": place}
+    logger = {"class_path": f"{pl.__name__}.loggers.CSVLogger", "init_args": place}
     config["trainer"] |= {
         "max_steps": steps,
         "max_epochs": -1,

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.cli import SaveConfigCallback
 from rich.console import Console
 from rich.table import Table
 
@@ -22,9 +20,13 @@ from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import plain_console
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import part, pl
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.planning.of_trainer import plan_of
 from lightning_sgmcmc.tune import StepProposal, propose_lr
+
+cli = part("cli")
+SaveConfigCallback = cli.SaveConfigCallback
 
 AFTERWARDS = (
     SaveConfigCallback,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import docstring_parser
-import pytorch_lightning as pl
 
 import lightning_sgmcmc
 from lightning_sgmcmc import __version__, callbacks, datamodules, samplers
@@ -24,6 +23,7 @@ from lightning_sgmcmc.cli.fit import SamplingCLI, run_command
 from lightning_sgmcmc.datamodules import ImageDataModule
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.report.compare import compare_runs, text, write_comparison
 from lightning_sgmcmc.report.page import write_report

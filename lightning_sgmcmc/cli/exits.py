@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
 from lightning_sgmcmc.checks import similar
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.lock import LOCK, InUseError, is_in_use, lock_alone, lock_shared
+
+MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 
 FAILED, MISTAKE, NO_SAMPLES = 1, 2, 3
 

@@ -12,11 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import yaml
 from jsonargparse import Namespace
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc import callbacks
 from lightning_sgmcmc.callbacks import AutoSampling, PredictionWriter, SampleCollector, recommended
@@ -33,7 +30,13 @@ from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
 from lightning_sgmcmc.fit.safeguards import samples_drawn
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import part, pl, rank_zero_info
 from lightning_sgmcmc.report.run_record import CONFIG
+
+cli = part("cli")
+LightningArgumentParser = cli.LightningArgumentParser
+LightningCLI = cli.LightningCLI
+SaveConfigCallback = cli.SaveConfigCallback
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, Run, StepClaimant
@@ -23,6 +21,7 @@ from lightning_sgmcmc.contour.learner import ContourLearner, LearningInSteps
 from lightning_sgmcmc.contour.partition import EnergyRange
 from lightning_sgmcmc.contour.start import ContourStart, EnergiesOfSteps
 from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.tensors import exact, exact_device, sent
 

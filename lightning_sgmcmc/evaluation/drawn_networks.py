@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from lightning_sgmcmc.chains.energies import Densities, weighed
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of, reseed_all, seeded_batches, undisturbed
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tensors import exact
 

@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -19,6 +18,7 @@ from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, We
 from lightning_sgmcmc.evaluation.comparison import ChainComparison, html_table
 from lightning_sgmcmc.evaluation.scoring import Scores
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.predictions import RegressionPrediction
 from lightning_sgmcmc.tables import TargetScaling
 from lightning_sgmcmc.tensors import widest

@@ -5,9 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -16,6 +14,7 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.execution import States, TogetherCall, state_of
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare, concatenate, share_of_plain
 from lightning_sgmcmc.model import EnergyModel, overrides
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
 NAME = re.compile(r"[\w.-]+")

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,12 +25,15 @@ from lightning_sgmcmc.chains.execution import (
 )
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.held import held_rows, with_row, without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
 from lightning_sgmcmc.tensors import exact, exact_device
+
+MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 
 
 @contextmanager

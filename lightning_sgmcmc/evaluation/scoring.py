@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -20,6 +18,9 @@ from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import fabric, pl
+
+sized_len = fabric.utilities.data.sized_len
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 
 from lightning_sgmcmc.figures.canvas import save_figure, styled
 from lightning_sgmcmc.figures.evaluation import histogram, histogram_figure
 from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.plain import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+TensorBoardLogger = pl.loggers.TensorBoardLogger
+WandbLogger = pl.loggers.WandbLogger
 
 
 Cell = str | float | int | None

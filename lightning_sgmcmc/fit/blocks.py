@@ -17,14 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-from pytorch_lightning.plugins.precision import Precision
-from pytorch_lightning.profilers import PassThroughProfiler
-from pytorch_lightning.strategies import SingleDeviceStrategy
-from pytorch_lightning.trainer import call
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
@@ -36,7 +28,18 @@ from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.fit.passes import HiddenEpochs, RowsOfPass, Taken, rows_of_pass, validates
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
+
+LearningRateMonitor = pl.callbacks.LearningRateMonitor
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+ProgressBar = pl.callbacks.ProgressBar
+Timer = pl.callbacks.Timer
+_TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
+Precision = pl.plugins.precision.Precision
+PassThroughProfiler = pl.profilers.PassThroughProfiler
+SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
+call = pl.trainer.call
 
 LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
@@ -73,6 +76,7 @@ OF_THE_MODULE = (
 )
 SEEN = (ModelCheckpoint, ProgressBar, LearningRateMonitor)
 """Lightning's callbacks, which act in the steps that it sees."""
+LIGHTNING = f"{pl.__name__}."
 OWN = f"{__name__.partition('.')[0]}."
 CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
 """Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
@@ -460,7 +464,7 @@ def has_blocks(trainer: Any, module: ChainModel) -> bool:
         return False
     data = getattr(trainer, "datamodule", None)
     moves = [_definer(data, name) for name in OF_A_BATCH if hasattr(data, name)]  # this library's only moves batches
-    if any(kind.__module__.partition(".")[0] not in (pl.__name__, OWN[:-1]) for kind in moves):
+    if not all(kind.__module__.startswith((LIGHTNING, OWN)) for kind in moves):
         return False
     return all(map(_allows_blocks, callbacks_of(trainer)))
 
@@ -485,7 +489,7 @@ def _is_traceable(part: nn.Module) -> bool:
     hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
     if (isinstance(part, CHANGING) and getattr(part, "p", 1) != 0) or any(hooks):  # dropout of nothing is no change
         return False
-    own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", "pytorch_lightning.", OWN))]
+    own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", LIGHTNING, OWN))]
     methods = COMPUTING if isinstance(part, pl.LightningModule) else {name for kind in own for name in vars(kind)}
     codes = [getattr(vars(kind).get(name), "__code__", None) for kind in own for name in methods]
     return not any(CHANGES & set(code.co_names) for code in codes if code is not None)
@@ -493,7 +497,7 @@ def _is_traceable(part: nn.Module) -> bool:
 
 def _allows_blocks(callback: pl.Callback) -> bool:
     """Return whether a callback's part in a step is called in a block, or lies in the steps that Lightning sees."""
-    kinds = () if type(callback).__module__.partition(".")[0] != pl.__name__ else SEEN
+    kinds = SEEN if type(callback).__module__.startswith(LIGHTNING) else ()
     return isinstance(callback, kinds) or all(_is_known(callback, name) for name in OF_A_STEP)
 
 

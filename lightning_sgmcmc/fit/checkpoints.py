@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import is_zipfile
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning_fabric.utilities.cloud_io import _load as pl_load
-from lightning_fabric.utilities.cloud_io import get_filesystem
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -31,9 +27,14 @@ from lightning_sgmcmc.files import (
     remove_left_over,
     write_atomically,
 )
+from lightning_sgmcmc.namespace import fabric, pl
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.seeding import GeneratorStates, derive_seed
+
+TorchCheckpointIO = fabric.plugins.io.torch_io.TorchCheckpointIO
+pl_load = fabric.utilities.cloud_io._load
+get_filesystem = fabric.utilities.cloud_io.get_filesystem
 
 
 def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:

@@ -5,12 +5,8 @@ import zlib
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning import callbacks as lightning_callbacks
-from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, Timer
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -30,13 +26,19 @@ from lightning_sgmcmc.chains.trainer import (
     is_trial,
     repeated_batches,
 )
-from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
+from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
+
+lightning_callbacks = pl.callbacks
+EarlyStopping = pl.callbacks.EarlyStopping
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
+LearningRateMonitor = pl.callbacks.LearningRateMonitor
+Timer = pl.callbacks.Timer
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -104,11 +106,7 @@ def _check_namespace(trainer: pl.Trainer) -> None:
     parts: list[Any] = [*callbacks_of(trainer), *trainer.loggers, getattr(trainer, "datamodule", None)]
     for part in parts:
         if is_of_other_namespace(part):
-            name = type(part).__name__
-            raise TypeError(
-                f"{name} comes from lightning.pytorch, but this run uses pytorch_lightning, and the two do not mix: "
-                f"import {name} (or its base class) from pytorch_lightning"
-            )
+            raise TypeError(f"{type(part).__name__} comes from {PACKAGES[OTHER]}: {way_out()}")
 
 
 def _check_strategy(strategy: Any) -> None:

@@ -3,10 +3,9 @@
 import zipfile
 from pathlib import Path
 
-import pytorch_lightning as pl
-
 from lightning_sgmcmc.chains.trainer import EVALUATIONS, run_folder
 from lightning_sgmcmc.files import free_name
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 

@@ -3,9 +3,7 @@
 import math
 from typing import Any, Literal, TypeAlias
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import has_loss_scaler
@@ -14,6 +12,7 @@ from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.fit.checkpoints import describe_checkpoint, last_good_checkpoint
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import parts_in
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers import Sampler

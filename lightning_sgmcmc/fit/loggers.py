@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from shutil import get_terminal_size
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.loggers import Logger, WandbLogger
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from rich.table import Column
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
@@ -18,7 +15,11 @@ from lightning_sgmcmc.chains.trainer import callbacks_of, log_values
 from lightning_sgmcmc.fit.results import versions
 from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.tensors import mean_of
+
+Logger = pl.loggers.Logger
+WandbLogger = pl.loggers.WandbLogger
 
 # -- offline -----------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.data import _set_sampler_epoch
-from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, Timer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -22,6 +19,12 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.namespace import fabric, pl
+
+_set_sampler_epoch = fabric.utilities.data._set_sampler_epoch
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+ProgressBar = pl.callbacks.ProgressBar
+Timer = pl.callbacks.Timer
 
 START, END = "on_train_epoch_start", "on_train_epoch_end"
 OWN = f"{__name__.partition('.')[0]}."

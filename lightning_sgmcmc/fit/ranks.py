@@ -13,18 +13,18 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.plugins.environments import SLURMEnvironment
-from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_sgmcmc.chains.layout import new_group
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Pulse
 from lightning_sgmcmc.chains.trainer import is_trial, resume_command, was_terminated
 from lightning_sgmcmc.fit.checkpoints import describe_checkpoint
+from lightning_sgmcmc.namespace import fabric, pl, rank_zero_info, rank_zero_warn
+
+SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
 
 LONGEST = 50
 """Most batches from one agreement to the next."""

@@ -9,10 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
@@ -32,10 +29,13 @@ from lightning_sgmcmc.fit.checkpoints import (
     repair_loop_counts,
 )
 from lightning_sgmcmc.fit.loggers import log_settings
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.sampler import CONTROLS
 from lightning_sgmcmc.seeding import derive_seed, device_text, reseed, reseed_everything, unchanged_generators
+
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
 
 Settings = dict[str, Any]
 """What decides the draws of a run, by name, as plain data."""

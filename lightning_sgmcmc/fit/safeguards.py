@@ -5,12 +5,7 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.profilers import PassThroughProfiler
-from pytorch_lightning.trainer import call
-from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +30,7 @@ from lightning_sgmcmc.fit.checks import (
 from lightning_sgmcmc.fit.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.fit.ranks import Interruption, RankWatch, watch_ranks
 from lightning_sgmcmc.model import of_prior
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.planning.of_trainer import Planner
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.gaussian import CENTER
@@ -43,6 +39,11 @@ from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact
+
+PassThroughProfiler = pl.profilers.PassThroughProfiler
+call = pl.trainer.call
+TrainerFn = pl.trainer.states.TrainerFn
+TrainerStatus = pl.trainer.states.TrainerStatus
 
 COLLAPSED = 0.01
 """v below which a scale is far from what its hyperprior expects: a tenth of the standard deviation."""

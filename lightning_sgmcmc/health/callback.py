@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant
@@ -21,6 +19,7 @@ from lightning_sgmcmc.health.facts import facts_of
 from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.health.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 

@@ -8,9 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.rows import stream_of, training_rows
@@ -24,6 +22,7 @@ from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of
 from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian
 from lightning_sgmcmc.model import overrides
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.plan import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
@@ -21,6 +19,7 @@ from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import home_of

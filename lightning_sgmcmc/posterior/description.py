@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -25,6 +24,7 @@ from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior import hugging_face
 from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
 from lightning_sgmcmc.posterior.disk import DiskStore

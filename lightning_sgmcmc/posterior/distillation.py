@@ -3,13 +3,13 @@
 import math
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, as_tensors, batches_in, called, inputs_of, unwrapped
 from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import InputColumns, TargetScaling

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-
 from lightning_sgmcmc.files import check_regular, is_regular, make_folder
+from lightning_sgmcmc.namespace import rank_zero_warn
 
 try:
     import fcntl

@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import (
     Conformal,
     fit_calibration,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +44,7 @@ from lightning_sgmcmc.evaluation.drawn_networks import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, of_observed
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.model import EnergyModel, overrides
+from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Members, Mixture, Prediction, RegressionPrediction

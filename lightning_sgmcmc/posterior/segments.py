@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
 from lightning_sgmcmc.evaluation.loader_average import metrics_of
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare, evaluate, of_observed
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.tables import TargetScaling
 

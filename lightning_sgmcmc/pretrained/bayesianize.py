@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, is_hugging_face
@@ -15,6 +14,7 @@ from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.centers import read_tensors
 

@@ -5,7 +5,6 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -16,6 +15,7 @@ from lightning_sgmcmc.datamodules import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.tables import InputColumns
 
 CHUNK = 512

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
@@ -27,6 +25,7 @@ from lightning_sgmcmc.evaluation.passes import differs_in_training, indices_of, 
 from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
@@ -35,6 +34,8 @@ from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tables import Columns
 from lightning_sgmcmc.tensors import widest, widest_dtype
+
+is_overridden = pl.utilities.model_helpers.is_overridden
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Lightning's hooks of a batch, of the datamodule if it defines them and else of the module."""

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.chains.starts import ChainStart
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior

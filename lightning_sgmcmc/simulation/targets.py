@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -20,6 +19,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.contour.partition import bin_index
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import with_moved_tensors
 

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback
@@ -26,6 +24,7 @@ from lightning_sgmcmc.evaluation.passes import (
     has_fresh_batches,
 )
 from lightning_sgmcmc.figures.logging import log_figure
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate, estimate_of, notes_on
 from lightning_sgmcmc.tensors import exact, exact_device

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -20,6 +19,7 @@ from lightning_sgmcmc.evaluation.passes import Kind
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import HOOKS, overrides
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.pretrained import bayesianize
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.samplers import SGLD, Sampler

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import pass_over_data
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.tensors import as_rows, exact, exact_device
 
 

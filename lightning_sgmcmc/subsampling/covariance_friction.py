@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Run
@@ -13,9 +11,12 @@ from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.subsampling.control_variates import ControlVariates, Snapshot, SnapshotCallback, rows_of
 from lightning_sgmcmc.tensors import Control, along_first_axis
+
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 
 
 class GradientMoments(NamedTuple):

@@ -8,20 +8,20 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler, StepLaw
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.subsampling.control_variates import rows_of
 from lightning_sgmcmc.tensors import Control, exact, sent, square_root, widest, widest_dtype
+
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 
 Guess: TypeAlias = Literal["unchanged", "stopped", "zero", "one"]
 """The guess of the momentum after the step, m', which eq. (4) needs before it is known.

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, column_numbers, is_categorical, is_frame, is_table
 
 

@@ -10,9 +10,7 @@ not wait for the device; the callback is below them.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.rows import training_rows
@@ -22,6 +20,7 @@ from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.schedule import target_of
 from lightning_sgmcmc.chains.trainer import is_logged, log_scalars
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import as_rows, exact, exact_device, sent

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, WarmStart
@@ -15,6 +14,7 @@ from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.health.report import HealthReport, Temperatures
 from lightning_sgmcmc.health.verdict import OFTEN_ACCEPTED
+from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.tune.proposal import Limit, Probe, scaled, tail_mean
 from lightning_sgmcmc.tune.runs import COLD, STILL, Energies, FixedControls, RunForm, ShortRuns, State, optimization
 

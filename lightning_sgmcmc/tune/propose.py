@@ -5,9 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SamplerCallback
@@ -16,6 +14,7 @@ from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT
 from lightning_sgmcmc.seeding import TorchStates, unchanged_generators

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.chains.trainer import callbacks_of
 from lightning_sgmcmc.health.facts import chance_nll
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.process import silenced
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.seeding import unchanged_generators
@@ -36,7 +36,7 @@ HOT = COLD._replace(temperature=None)
 STILL = HOT._replace(lr_factor=1e-15)
 """The controls of a step of practically no length."""
 State = list[Tensor]
-REPEATED = ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.trainer")
+REPEATED = (f"{pl.__name__}.utilities.rank_zero", f"{pl.__name__}.trainer")
 """Loggers of Lightning's messages about a run, of which the run itself repeats those that matter."""
 LOOK_STEPS = 20
 """Batches by which the energy of the start is measured."""

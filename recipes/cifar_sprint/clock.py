@@ -4,11 +4,11 @@ import math
 import time
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc import BayesianModule
 from lightning_sgmcmc.callbacks import SamplerCallback
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.records import Recording
 
 UNTIMED, TIMED = 10, 60

@@ -4,13 +4,13 @@ import functools
 import math
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
 from lightning_sgmcmc.callbacks import CyclicalSchedule, DeepEnsemble, SampleCollector
 from lightning_sgmcmc.diagnostics.scores import classification_metrics, out_of_distribution_metrics
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.cifar_sprint.clock import TIMED, UNTIMED, Clock
 from lightning_sgmcmc.recipes.cifar_sprint.network import WHITENED_IMAGES, SprintNetwork, whitening_filters
 from lightning_sgmcmc.recipes.cifar_sprint.settings import SYNTHETIC, Settings

@@ -45,9 +45,8 @@ def run(options: Options) -> list[Row]:
 
 def one(data: str, method: str, seed: int, settings: Settings, options: Options) -> dict[str, Any]:
     """Fit and score one method on one data set; return its cell: the method's row and those derived from it."""
-    import pytorch_lightning as pl
-
     from lightning_sgmcmc import NonFiniteEnergyError
+    from lightning_sgmcmc.namespace import pl
     from lightning_sgmcmc.recipes.equal_cost.methods import CALIBRATED, METHODS, setting_of
     from lightning_sgmcmc.recipes.equal_cost.problems import Problem
     from lightning_sgmcmc.recipes.equal_cost.scores import score

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 from torch.optim import AdamW
 
 from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior, pSGLD
@@ -19,6 +18,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     WarmStart,
 )
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 

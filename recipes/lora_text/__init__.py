@@ -25,12 +25,12 @@ trunk's 1,000 steps help little, and the recipe shows the cost and not the gain.
 import statistics
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule, WarmStart
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.lora_text.costs import costs
 from lightning_sgmcmc.recipes.lora_text.networks import Plain, fit, network, plain_lora, probabilities, sampled_lora
 from lightning_sgmcmc.recipes.lora_text.settings import Settings

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.lora_text.networks import fit, plain_lora, sampled_lora
 from lightning_sgmcmc.recipes.lora_text.settings import Settings
 from lightning_sgmcmc.recipes.lora_text.texts import Paragraphs

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, bayesianize
 from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.lora_text.settings import Settings
 from lightning_sgmcmc.recipes.lora_text.texts import Paragraphs
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit

@@ -3,7 +3,6 @@
 import math
 from typing import Any, NamedTuple
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from lightning_sgmcmc import BayesianModule, PosteriorSample
 from lightning_sgmcmc.callbacks import SamplerCallback
 from lightning_sgmcmc.datamodules import MNISTDataModule
 from lightning_sgmcmc.figures.canvas import panels
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.figures import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.records import Recording
 

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-import pytorch_lightning as pl
+from lightning_sgmcmc.namespace import pl
 
 CHECKSUMS: dict[str, str] = {}
 """Of the data sets that this process's recipe has read, by a name."""

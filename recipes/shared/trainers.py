@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_sgmcmc.recipes.shared.options import Options
 
 if TYPE_CHECKING:
-    import pytorch_lightning as pl
+    from lightning_sgmcmc.namespace import pl
+
+    ModelCheckpoint = pl.callbacks.ModelCheckpoint
+    ModelCheckpoint = pl.callbacks.ModelCheckpoint
 
     from lightning_sgmcmc.callbacks import SampleCollector
 
@@ -58,13 +61,15 @@ def prepare_run(options: Options) -> None:
 
 def silence_lightning() -> None:
     """Keep the trainer's remarks and warnings out of a recipe's output."""
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    from lightning_sgmcmc.namespace import pl
+
+    warnings.filterwarnings("ignore", module=pl.__name__.replace(".", r"\."))
     warnings.filterwarnings("ignore", message=".*(LeafSpec|across ranks is zero).*")
     warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
     warnings.filterwarnings("ignore", message="This fit draws no posterior samples")  # meant so
     warnings.filterwarnings("ignore", message="temperature=0 is optimization")  # a baseline
     warnings.filterwarnings("ignore", message="RunPlan")  # the paper's setting, not ours
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    logging.getLogger(pl.__name__).setLevel(logging.ERROR)
 
 
 def kept_samples() -> "SampleCollector":
@@ -85,8 +90,6 @@ def quiet_trainer(**options: Any) -> "pl.Trainer":
     Args:
         options: those of the trainer.
     """
-    import pytorch_lightning as pl
-    from pytorch_lightning.callbacks import ModelCheckpoint
 
     silent = {
         "logger": False,
@@ -116,7 +119,6 @@ def resumed_fit(trainer: "pl.Trainer", module: "pl.LightningModule", data: "pl.L
         module: the module.
         data: its data.
     """
-    from pytorch_lightning.callbacks import ModelCheckpoint
 
     checkpoint = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
     path = None

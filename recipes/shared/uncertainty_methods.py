@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple, Protocol
 
-import pytorch_lightning as pl
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
@@ -20,6 +19,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.chains.schedule import StepControls
 from lightning_sgmcmc.compiling import Compile
+from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.schedules import cyclical_lr_factor
 
