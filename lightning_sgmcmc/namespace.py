@@ -56,9 +56,10 @@ rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
 
 
-def part(name: str) -> Any:
-    """Return a module of Lightning that its package does not import, such as "cli"."""
-    return importlib.import_module(f"{PACKAGES[NAME]}.{name}")
+def __getattr__(name: str) -> Any:
+    if name == "cli":  # which takes a second to import
+        return importlib.import_module(f"{PACKAGES[NAME]}.cli")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_of_other_namespace(value: Any) -> bool:

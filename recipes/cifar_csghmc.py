@@ -194,8 +194,8 @@ def callbacks_of(method: str, setting: Setting) -> "list[pl.Callback]":
 
 def one(method: str, seed: int, setting: Setting, settings: Settings, options: Options) -> tuple[float, float, float]:
     """Train and test one network; return the accuracies in % of the best sample and of the average, and the ESS."""
-
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
+    from lightning_sgmcmc.namespace import pl
     from lightning_sgmcmc.samplers import SGHMC
 
     prepare_run(options)

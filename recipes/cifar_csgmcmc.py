@@ -44,12 +44,10 @@ from lightning_sgmcmc.recipes.shared.synthetic_images import SIDE, SyntheticImag
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
-    from lightning_sgmcmc.namespace import pl
-
-    CSVLogger = pl.loggers.CSVLogger
     from torch import nn
 
     from lightning_sgmcmc import BayesianModule
+    from lightning_sgmcmc.namespace import pl
 
 
 WEIGHT_DECAY = 5e-4
@@ -267,6 +265,7 @@ def datamodule(setting: Setting, settings: Settings, options: Options) -> Any:
 
 def one(method: Method, seed: int, setting: Setting, settings: Settings, options: Options) -> Outcome:
     """Train and test one network, or one stack of chains."""
+    from lightning_sgmcmc.namespace import pl
 
     prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
@@ -279,7 +278,7 @@ def one(method: Method, seed: int, setting: Setting, settings: Settings, options
         precision=settings.precision,
         max_epochs=setting.epochs,
         callbacks=callbacks if pictured else callbacks[:3],
-        logger=CSVLogger(options.out, name=folder, version="") if pictured else False,
+        logger=pl.loggers.CSVLogger(options.out, name=folder, version="") if pictured else False,
         enable_progress_bar=options.full,
     )
     data = datamodule(setting, settings, options)

@@ -173,6 +173,7 @@ def one(
 
     from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, samplers
     from lightning_sgmcmc.chains.state import NonFiniteEnergyError
+    from lightning_sgmcmc.namespace import pl
 
     place = settings.tables[table]
     data = datamodule(place, split, settings, options)

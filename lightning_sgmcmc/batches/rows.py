@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,10 @@ from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingO
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
 
-UnrepeatedDistributedSampler = pl.overrides.distributed.UnrepeatedDistributedSampler
+if TYPE_CHECKING:
+    from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+else:
+    UnrepeatedDistributedSampler = pl.overrides.distributed.UnrepeatedDistributedSampler
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,13 +20,15 @@ from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import plain_console
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.namespace import part, pl
+from lightning_sgmcmc.namespace import cli, pl
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.planning.of_trainer import plan_of
 from lightning_sgmcmc.tune import StepProposal, propose_lr
 
-cli = part("cli")
-SaveConfigCallback = cli.SaveConfigCallback
+if TYPE_CHECKING:
+    from pytorch_lightning.cli import SaveConfigCallback
+else:
+    SaveConfigCallback = cli.SaveConfigCallback
 
 AFTERWARDS = (
     SaveConfigCallback,

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jsonargparse import Namespace
@@ -30,13 +30,15 @@ from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
 from lightning_sgmcmc.fit.safeguards import samples_drawn
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.namespace import part, pl, rank_zero_info
+from lightning_sgmcmc.namespace import cli, pl, rank_zero_info
 from lightning_sgmcmc.report.run_record import CONFIG
 
-cli = part("cli")
-LightningArgumentParser = cli.LightningArgumentParser
-LightningCLI = cli.LightningCLI
-SaveConfigCallback = cli.SaveConfigCallback
+if TYPE_CHECKING:
+    from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+else:
+    LightningArgumentParser = cli.LightningArgumentParser
+    LightningCLI = cli.LightningCLI
+    SaveConfigCallback = cli.SaveConfigCallback
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import is_zipfile
 
 import torch
@@ -32,7 +32,10 @@ from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.seeding import GeneratorStates, derive_seed
 
-TorchCheckpointIO = fabric.plugins.io.torch_io.TorchCheckpointIO
+if TYPE_CHECKING:
+    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+else:
+    TorchCheckpointIO = fabric.plugins.io.torch_io.TorchCheckpointIO
 pl_load = fabric.utilities.cloud_io._load
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 

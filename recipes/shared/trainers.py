@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_sgmcmc.recipes.shared.options import Options
 
 if TYPE_CHECKING:
-    from lightning_sgmcmc.namespace import pl
-
-    ModelCheckpoint = pl.callbacks.ModelCheckpoint
-    ModelCheckpoint = pl.callbacks.ModelCheckpoint
-
     from lightning_sgmcmc.callbacks import SampleCollector
+    from lightning_sgmcmc.namespace import pl
 
 BETWEEN_CHECKPOINTS = timedelta(minutes=2)
 
@@ -90,6 +86,7 @@ def quiet_trainer(**options: Any) -> "pl.Trainer":
     Args:
         options: those of the trainer.
     """
+    from lightning_sgmcmc.namespace import pl
 
     silent = {
         "logger": False,
@@ -99,7 +96,7 @@ def quiet_trainer(**options: Any) -> "pl.Trainer":
     }
     folder = _FOLDER.get()
     if folder is not None and "enable_checkpointing" not in options:
-        own = ModelCheckpoint(
+        own = pl.callbacks.ModelCheckpoint(
             folder.path,
             filename=f"fit-{folder.trainers}",
             train_time_interval=BETWEEN_CHECKPOINTS,
@@ -119,8 +116,10 @@ def resumed_fit(trainer: "pl.Trainer", module: "pl.LightningModule", data: "pl.L
         module: the module.
         data: its data.
     """
+    from lightning_sgmcmc.namespace import pl
 
-    checkpoint = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
+    kind = pl.callbacks.ModelCheckpoint
+    checkpoint = next((one for one in trainer.checkpoint_callbacks if isinstance(one, kind)), None)
     path = None
     if checkpoint is not None and checkpoint.dirpath is not None and checkpoint.filename is not None:
         path = Path(checkpoint.dirpath, f"{checkpoint.filename}{checkpoint.FILE_EXTENSION}")
