@@ -10,6 +10,10 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 VARIABLE = "SGMCMC_LIGHTNING"
@@ -79,3 +83,46 @@ def way_out() -> str:
         f"this process uses {PACKAGES[NAME]}, and {PACKAGES[OTHER]} does not mix with it: write `{first}` before "
         f"`import lightning_sgmcmc`, set the environment variable {VARIABLE}={OTHER}, or import from {PACKAGES[NAME]}"
     )
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Finds the modules of the other package in the one that is used."""
+
+    names = {
+        PLAIN: {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
+        UNIFIED: {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"},
+    }[OTHER]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load a module of the other package, None for others."""
+        return ModuleSpec(fullname, self) if self._own(fullname) is not None else None
+
+    def _own(self, name: str) -> str | None:
+        if name == UNIFIED == OTHER:  # which has the names of its part for training
+            return PLAIN
+        for theirs, ours in self.names.items():
+            if f"{name}.".startswith(f"{theirs}."):
+                return ours + name.removeprefix(theirs)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module in use, whatever it is called in the other package."""
+        module = importlib.import_module(str(self._own(spec.name)))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it was."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def accept_both_names() -> None:
+    """Let this process import either package by its name and get the one in use, as command lines and YAML files do.
+
+    A package that is imported already stays what it is.
+    """
+    if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Aliases())

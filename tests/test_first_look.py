@@ -149,5 +149,5 @@ def test_lightnings_other_package_is_named(names: dict[str, str], warns: bool, m
     if not warns:
         kind(net=torch.nn.Linear(1, 1), likelihood=Categorical())
         return
-    with pytest.warns(UserWarning, match="write `import pytorch_lightning as pl` instead of `import lightning as L`"):
+    with pytest.warns(UserWarning, match="write `import lightning` before `import lightning_sgmcmc`"):
         kind(net=torch.nn.Linear(1, 1), likelihood=Categorical())

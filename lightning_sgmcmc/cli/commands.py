@@ -23,7 +23,7 @@ from lightning_sgmcmc.cli.fit import SamplingCLI, run_command
 from lightning_sgmcmc.datamodules import ImageDataModule
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.namespace import pl
+from lightning_sgmcmc.namespace import accept_both_names, pl
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.report.compare import compare_runs, text, write_comparison
 from lightning_sgmcmc.report.page import write_report
@@ -179,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with one of the codes in `lightning_sgmcmc.cli.exits.EXIT_CODES`, unless the command succeeds.
     """
+    accept_both_names()
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
     given = [argument for argument in given if argument != DEBUG]
