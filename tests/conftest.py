@@ -23,11 +23,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("numprocesses", None):
         return
     import torch
-
-    if os.environ.get("SGMCMC_LIGHTNING") == "lightning":  # tests that import pytorch_lightning get the other one
-        from lightning_sgmcmc.namespace import accept_both_names
-
-        accept_both_names()
     from lightning_fabric.utilities import registry
 
     # Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that
