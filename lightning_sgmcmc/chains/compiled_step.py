@@ -302,10 +302,12 @@ class CompiledSteps:
 
 def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> Any:
     """Return a compiled loop of steps, see `_loop`; fits of the same steps in a process share one."""
-    constants = [(name, value.tolist()) for name, value in step.named_buffers() if value.numel() <= FEW_CONSTANTS]
+    held = [*step.named_buffers()]
+    constants = [(name, value.dtype, value.tolist()) for name, value in held if value.numel() <= FEW_CONSTANTS]
     shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
     key = repr((step.code, constants, shapes, carried, torch.get_num_threads()))
-    if key in _LOOPS and len(constants) == len([*step.buffers()]):
+    is_known = len(constants) == len(held) and not [*step.children()]  # whether the key says everything
+    if is_known and key in _LOOPS:
         return _LOOPS[key]
     examples: list[Any] = [*tensors, torch.tensor(1)]
     try:
@@ -315,9 +317,10 @@ def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> An
             found = torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
     except Exception as error:  # of a compiler that fails or is missing
         raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
-    if len(_LOOPS) >= MOST_LOOPS:
-        _LOOPS.clear()
-    _LOOPS[key] = found
+    if is_known:
+        if len(_LOOPS) >= MOST_LOOPS:
+            _LOOPS.clear()
+        _LOOPS[key] = found
     return found
 
 
