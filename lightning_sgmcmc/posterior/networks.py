@@ -1,19 +1,24 @@
 """Samples as plain networks, and their average as one network."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
-from lightning_sgmcmc.chains.execution import MASK_SEED, homes_of, state_of
+from lightning_sgmcmc.chains.execution import MASK_SEED, homes_of, network_state, state_of
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
+from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.predictive import check_sample
-from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import ON_REQUEST, Members, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import TargetScaling
 
@@ -208,3 +213,92 @@ def outputs_of(prediction: Prediction) -> tuple[str, ...]:
     if isinstance(prediction, RegressionPrediction):
         return ("mean", "std")
     return tuple(name for name in prediction.parts if not name.startswith(ON_REQUEST))
+
+
+# -- networks from elsewhere -------------------------------------------------------------------------------------------
+
+
+ENDINGS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+"""How the names of files with weights end."""
+State = Mapping[str, Tensor] | nn.Module | str | Path
+
+
+def samples_of_states(states: Iterable[State] | str | Path, model: EnergyModel) -> MemoryStore:
+    """Return networks that were trained elsewhere as samples of a model, one of each chain; see
+    `Posterior.from_states`."""
+    given: list[State] = _files_in(states) if isinstance(states, str | Path) else list(states)
+    if not given:
+        raise ValueError("states is empty: pass at least one state dict, module or file with weights")
+    names, parameters = network_state(model), {name for name, _ in model.named_parameters()}
+    own = {name.removeprefix("net."): name for name in names if name.startswith("net.")}
+    store = MemoryStore()
+    for chain, state in enumerate(given):
+        place = str(state) if isinstance(state, str | Path) else f"states[{chain}]"
+        tensors = _tensors_of(state, place)
+        prefix = _prefix_of(tensors, own, place)
+        for short, name in own.items():
+            if tensors[prefix + short].shape != names[name].shape:
+                raise ValueError(
+                    f"{place} has the shape {tuple(tensors[prefix + short].shape)} for {prefix + short!r}, net has "
+                    f"{tuple(names[name].shape)}: net must be a network like those that were trained"
+                )
+        found = {name: tensors[prefix + short].detach().clone() for short, name in own.items()}
+        found |= {name: tensor.detach().clone() for name, tensor in names.items() if name not in found}
+        sampled = {name: tensor for name, tensor in found.items() if name in parameters}
+        others = {name: tensor for name, tensor in found.items() if name not in parameters}
+        store.append(PosteriorSample(0, 0, chain, math.nan, 0.0, sampled, others))
+    return store
+
+
+def _files_in(folder: str | Path) -> list[State]:
+    """Return the files with weights in a folder, in the order of their names, or the file itself."""
+    path = local_path(folder, "states", "copy the files to one first")
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.glob("*") if file.suffix in ENDINGS)
+    if not files:
+        fault = f"has no file that ends with {', '.join(ENDINGS)}" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"states={str(folder)!r} {fault}")
+    return list(files)
+
+
+def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
+    """Return the tensors of a state dict, a module, a file of either, or a checkpoint of Lightning."""
+    if isinstance(state, nn.Module):
+        state = state.state_dict()
+    if isinstance(state, str | Path):
+        path = local_path(state, "states", "copy the file to one first")
+        try:
+            content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0][:150]
+            raise ValueError(
+                f"{place} cannot be read as weights ({reason}): load it yourself, if you trust its writer, and pass "
+                "its state dict"
+            ) from error
+        state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{place} should be a state dict, a module or a file of one, got a {type(state).__name__}")
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _prefix_of(tensors: Mapping[str, Tensor], own: Mapping[str, str], place: str) -> str:
+    """Return what stands before the network's names in a state: "", or the name of a part, such as "model."."""
+    first = next(iter(own))
+    prefixes = [name.removesuffix(first) for name in tensors if name.endswith(first)]
+    fitting = [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
+    if len(fitting) == 1 or "" in fitting:
+        return "" if "" in fitting else fitting[0]
+    if fitting:
+        raise ValueError(
+            f"{place} holds the network {len(fitting)} times, under {', '.join(map(repr, fitting))}: pass the state "
+            "dict of one of them"
+        )
+    likely = prefixes[0] if prefixes else ""
+    missing = next((name for name in own if likely + name not in tensors), first)
+    raise ValueError(
+        f"{place} has no tensor {likely + missing!r}: net must be a network like those that were trained "
+        f"({len(own)} tensors, {place} has {len(tensors)})"
+    )

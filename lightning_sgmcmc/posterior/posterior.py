@@ -1,5 +1,6 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.files import local_path
+from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import (
@@ -24,7 +26,7 @@ from lightning_sgmcmc.posterior.description import model_of, warn_of_other_netwo
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
 from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
-from lightning_sgmcmc.posterior.networks import Ensemble, plain_networks
+from lightning_sgmcmc.posterior.networks import Ensemble, State, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
     check_fits,
@@ -34,6 +36,7 @@ from lightning_sgmcmc.posterior.predictive import (
 )
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import Prediction
+from lightning_sgmcmc.priors import FlatPrior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,6 +111,55 @@ class Posterior(StoredSamples):
         posterior.calibration = saved_calibration(store)
         if model is not None:
             model.to(device)
+        return posterior
+
+    @classmethod
+    def from_states(
+        cls,
+        net: nn.Module,
+        states: Iterable[State] | str | Path,
+        likelihood: Likelihood,
+        weights: Sequence[float] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> "Posterior":
+        """Make a posterior of networks that were trained elsewhere: an ensemble, folds of a cross-validation, or
+        snapshots.
+
+        It predicts, calibrates, distils and draws pictures as any other; its networks count as chains of one sample,
+        and their energies are unknown (NaN).
+
+        Args:
+            net: a network like the trained ones, in which nothing is changed.
+            states: state dicts, modules, or files: a state dict of torch.save or safetensors, or a checkpoint of
+                Lightning, whose names may begin with those of a part (`model.`, `net.`); or a folder of such files, in
+                the order of their names.
+            likelihood: turns outputs into predictions, as it would in a `BayesianModule`.
+            weights: of the networks, ≥ 0, in their order; None weighs all alike.
+            device: device for predictions.
+
+        Raises:
+            ValueError: if there are no states, one lacks a tensor of the network or has another shape, a file cannot be
+                read as weights, or the weights are not as many as the states or not finite numbers ≥ 0.
+            FileNotFoundError: if a file is missing, or a folder has none.
+
+        Example::
+
+            posterior = Posterior.from_states(make_net(), "checkpoints", Categorical())
+            prediction = posterior.predict(x)
+        """
+        model = EnergyModel(copy.deepcopy(net), likelihood, FlatPrior())
+        posterior = cls(samples_of_states(states, model), model)
+        if weights is not None:
+            given = torch.as_tensor(weights, dtype=torch.float64).reshape(-1)
+            if len(given) != len(posterior) or not bool(
+                (given >= 0).all() & given.isfinite().all() & (given.sum() > 0)
+            ):
+                raise ValueError(
+                    f"weights must be {len(posterior)} finite numbers ≥ 0, one for each state and not all 0, got "
+                    f"{list(weights)}"
+                )
+            posterior.store.set_log_weights(given.log().tolist())
+        model.to(device)
         return posterior
 
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:

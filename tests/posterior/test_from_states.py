@@ -1,0 +1,114 @@
+"""A posterior of networks that were trained elsewhere: state dicts, modules, files, checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import Categorical, Gaussian, Posterior
+
+x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def trained() -> list[nn.Sequential]:
+    """Networks with statistics of their own."""
+    torch.manual_seed(1)
+    nets = [make() for _ in range(3)]
+    for net in nets:
+        net(torch.randn(20, 3) + 1)
+        net.eval().requires_grad_(False)
+    return nets
+
+
+def files_of(nets: list[nn.Sequential], folder: Path) -> Path:
+    torch.save(nets[0].state_dict(), folder / "a.pt")
+    wrapped = {f"model.{name}": tensor for name, tensor in nets[1].state_dict().items()}
+    torch.save({"state_dict": wrapped | {"head.weight": torch.zeros(1)}, "epoch": 3}, folder / "b.ckpt")
+    save_file(nets[2].state_dict(), folder / "c.safetensors")
+    (folder / "notes.txt").write_text("not weights")
+    return folder
+
+
+FORMS: dict[str, Callable[[list[nn.Sequential], Path], Any]] = {
+    "modules": lambda nets, folder: nets,
+    "state dicts": lambda nets, folder: [net.state_dict() for net in nets],
+    "a folder": files_of,
+    "of several kinds": lambda nets, folder: [files_of(nets, folder) / "a.pt", nets[1], nets[2].state_dict()],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_predicts_the_networks_average(form: str, trained: list[nn.Sequential], tmp_path: Path) -> None:
+    net = make()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    posterior = Posterior.from_states(net, FORMS[form](trained, tmp_path), Categorical())
+    each = torch.stack([one(x).softmax(-1) for one in trained])
+    torch.testing.assert_close(posterior.predict(x).probabilities, each.mean(0))
+    weighed = Posterior.from_states(net, trained, Categorical(), weights=[1, 0, 3])
+    torch.testing.assert_close(weighed.predict(x).probabilities, 0.25 * each[0] + 0.75 * each[2])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert [type(one) for one in posterior.networks()] == [nn.Sequential] * 3
+
+
+class Plain(pl.LightningModule):
+    """A user's module that knows nothing of this library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_checkpoints_of_a_plain_lightning_run(tmp_path: Path) -> None:
+    keeper = pl.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = pl.Trainer(
+        max_epochs=3, callbacks=keeper, logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    module = Plain()
+    trainer.fit(module, DataLoader(TensorDataset(x, x[:, :1]), batch_size=3))
+    posterior = Posterior.from_states(nn.Linear(3, 1), tmp_path, Gaussian(0.1))
+    assert len(posterior) == 3
+    last = posterior[2].state["net.weight"]
+    assert torch.equal(last, module.model.weight)
+    assert posterior.predict(x).mean.shape == (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("states", "kind", "message"),
+    [
+        (lambda: [], ValueError, "states is empty"),
+        (lambda: [nn.Linear(3, 2)], ValueError, r"states\[0\] has no tensor '0.weight'"),
+        (lambda: [make(), {"a": torch.zeros(1)}], ValueError, r"states\[1\] has no tensor '0.weight'"),
+        (lambda: [{f"{p}.{k}": v for p in "ab" for k, v in make().state_dict().items()}], ValueError, "'a.', 'b.'"),
+        (lambda: [nn.Sequential(nn.Linear(3, 5), *make()[1:])], ValueError, r"has the shape \(5, 3\) for '0.weight'"),
+        (lambda: [3], TypeError, r"states\[0\] should be a state dict, a module or a file of one, got a int"),
+        (lambda: "nowhere", FileNotFoundError, "states='nowhere' does not exist"),
+        (lambda: Path(__file__).parent, FileNotFoundError, "has no file that ends with .ckpt"),
+        (lambda: [Path(__file__)], ValueError, "test_from_states.py cannot be read as weights"),
+    ],
+)
+def test_other_states_are_refused(states: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Posterior.from_states(make(), states(), Categorical())
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [float("nan"), 1.0]])
+def test_other_weights_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights must be 2 finite numbers"):
+        Posterior.from_states(make(), [make(), make()], Categorical(), weights=weights)
