@@ -264,8 +264,7 @@ def _files_in(folder: str | Path) -> list[State]:
 
 def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
     """Return the tensors of a state dict, a module, a file of either, or a checkpoint of Lightning."""
-    if isinstance(state, nn.Module):
-        state = state.state_dict()
+    content: Any = state.state_dict() if isinstance(state, nn.Module) else state
     if isinstance(state, str | Path):
         path = local_path(state, "states", "copy the file to one first")
         try:
@@ -278,10 +277,10 @@ def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
                 f"{place} cannot be read as weights ({reason}): load it yourself, if you trust its writer, and pass "
                 "its state dict"
             ) from error
-        state = content.get("state_dict", content) if isinstance(content, Mapping) else content
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{place} should be a state dict, a module or a file of one, got a {type(state).__name__}")
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        content = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if not isinstance(content, Mapping):
+        raise TypeError(f"{place} should be a state dict, a module or a file of one, got a {type(content).__name__}")
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
 
 
 def _prefix_of(tensors: Mapping[str, Tensor], own: Mapping[str, str], place: str) -> str:
