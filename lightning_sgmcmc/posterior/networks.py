@@ -235,7 +235,7 @@ def samples_of_states(states: Iterable[State] | str | Path, model: EnergyModel) 
     for chain, state in enumerate(given):
         place = str(state) if isinstance(state, str | Path) else f"states[{chain}]"
         tensors = _tensors_of(state, place)
-        prefix = _prefix_of(tensors, own, place)
+        prefix = _prefix_of(tensors, {short: names[name] for short, name in own.items()}, place)
         for short, name in own.items():
             if tensors[prefix + short].shape != names[name].shape:
                 raise ValueError(
@@ -283,11 +283,12 @@ def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
 
 
-def _prefix_of(tensors: Mapping[str, Tensor], own: Mapping[str, str], place: str) -> str:
+def _prefix_of(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], place: str) -> str:
     """Return what stands before the network's names in a state: "", or the name of a part, such as "model."."""
     first = next(iter(own))
-    prefixes = [name.removesuffix(first) for name in tensors if name.endswith(first)]
-    fitting = [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
+    prefixes = [name.removesuffix(first) for name in tensors if name == first or name.endswith(f".{first}")]
+    named = [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
+    fitting = [p for p in named if all(tensors[p + name].shape == t.shape for name, t in own.items())] or named
     if len(fitting) == 1 or "" in fitting:
         return "" if "" in fitting else fitting[0]
     if fitting:

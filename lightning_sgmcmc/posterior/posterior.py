@@ -37,6 +37,7 @@ from lightning_sgmcmc.posterior.predictive import (
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
+from lightning_sgmcmc.tensors import exact
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,13 +145,14 @@ class Posterior(StoredSamples):
 
         Example::
 
-            posterior = Posterior.from_states(make_net(), "checkpoints", Categorical())
-            prediction = posterior.predict(x)
+            members = [torch.nn.Linear(4, 3) for _ in range(5)]  # trained elsewhere; or a folder of their checkpoints
+            posterior = Posterior.from_states(torch.nn.Linear(4, 3), members, Categorical())
+            prediction = posterior.predict(torch.randn(10, 4))
         """
         model = EnergyModel(copy.deepcopy(net), likelihood, FlatPrior())
         posterior = cls(samples_of_states(states, model), model)
         if weights is not None:
-            given = torch.as_tensor(weights, dtype=torch.float64).reshape(-1)
+            given = exact(weights).reshape(-1)
             if len(given) != len(posterior) or not bool(
                 (given >= 0).all() & given.isfinite().all() & (given.sum() > 0)
             ):
