@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import rich
 import torch
 from lightning_fabric import Fabric
 from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
@@ -102,7 +103,10 @@ class Named(BayesianModule):
 
 @pytest.mark.parametrize("make", [Example, Moved, Named])
 @pytest.mark.parametrize("summary", [ModelSummary, RichModelSummary])
-def test_a_model_summary_of_several_chains(make: Any, summary: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_summary_of_several_chains(
+    make: Any, summary: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rich, "_console", None)  # an earlier test's may write elsewhere
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=2,

@@ -85,9 +85,9 @@ def test_a_full_disk_is_an_error_in_the_runs_thread(
 ) -> None:
     full_at(monkeypatch, "00000002")
     gate = Gate()
-    gate.open()
     for step in (1, 2, 3):
         store.append_later(sample(step), gate.copy_of(step))
+    gate.open()  # else the third one may meet the error of the second
     manifest.wait_for_writers(store.path)
     says = r"the sample of step 2 could not be written to .*No space left.*the 1 earlier samples are complete"
     readers = {"the next sample": lambda: store.append_later(sample(4), gate.copy_of(4)), "records": lambda: len(store)}
