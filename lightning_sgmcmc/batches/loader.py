@@ -297,9 +297,12 @@ class ResumableLoader:
 
     def order_of(self, chain: int) -> BatchOrder:
         """Return the order of a chain's batches of the present data, by its global index."""
-        return self.order(
-            OrderSpec(self._ordered, self.batch_size, self.seed, chain, self.drop_last, self.num_replicas, self.rank)
-        )
+        return self.order(self.spec_of(chain))
+
+    def spec_of(self, chain: int) -> OrderSpec:
+        """Return what the order of a chain's batches is made from."""
+        count, seed = self._ordered, self.seed
+        return OrderSpec(count, self.batch_size, seed, chain, self.drop_last, self.num_replicas, self.rank)
 
     def _begin(self) -> Callable[[int], Any]:
         """Return a function that loads the batches from the present position on."""

@@ -212,7 +212,7 @@ _KNOWN: "WeakKeyDictionary[Any, tuple[Any, TrainingRows]]" = WeakKeyDictionary()
 def rows_of(loader: Any) -> TrainingRows:
     """Return the rows of a training loader."""
     if isinstance(loader, ResumableLoader):
-        key = loader.num_data, len(loader), loader.chains, loader.seed, loader.num_replicas
+        key = loader.num_data, len(loader), loader.spec_of(loader.chains[0])
         known = _KNOWN.get(loader)
         if known is None or known[0] != key:
             known = _KNOWN[loader] = (key, _of_resumable(loader))

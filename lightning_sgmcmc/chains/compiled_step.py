@@ -43,12 +43,14 @@ class StepPart(Protocol):
 
     Attributes:
         settings: what it computes by, as text.
+        scales: whether `multiplier` returns κ of a step.
         keeps_each: whether `end` needs the energies of each step.
         state: tensors that a step changes.
         fixed: tensors that it reads.
     """
 
     settings: str
+    scales: bool
     keeps_each: bool
     state: Sequence[Tensor]
     fixed: Sequence[Tensor]
@@ -59,8 +61,8 @@ class StepPart(Protocol):
     def multiplier(
         self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
     ) -> tuple[Tensor | None, Any]:
-        """Return κ of a step, shape (C,), if it is not the group's, and what `learn` needs, from Ũ/N and log p(θ),
-        shape (2, C)."""
+        """Return κ of a step, shape (C,), None unless it `scales`, and what `learn` needs, from Ũ/N and log p(θ), shape
+        (2, C)."""
 
     def learn(self, state: Sequence[Tensor], found: Any, number: Tensor) -> list[Tensor]:
         """Return the state after a step."""
@@ -132,11 +134,11 @@ class CompiledSteps:
             NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
                 energies are not `first` or `last`; no step is made then.
         """
-        sampler, flat = self._sampler, self._flat
+        sampler, flat, count = self._sampler, self._flat, weights.shape[0]
         buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
         columns, form = self._columns(controls)
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
-        options = repr([_fixed(group, part is not None) for group in sampler.param_groups])
+        options = repr([_fixed(group, part is not None and part.scales) for group in sampler.param_groups])
         names = tuple([(place, name) for place, name, _ in buffers])
         settings = None if part is None else (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
@@ -145,33 +147,26 @@ class CompiledSteps:
         learned, read = ([], []) if part is None else (part.state, part.fixed)
         fixed = _apart([self._inverse, num_data, *self._others.values(), *read])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
-        own_number = [] if part is None else [part.numbers(len(weights))]
+        own_number = [] if part is None else [part.numbers(count)]
         of_steps = [*([] if noise is None else [noise]), *batches, weights, *columns, *own_number]
         if last is not None:
             own = pytree.tree_unflatten([part[-1] for part in batches], structure)
             with torch.no_grad():
                 found = self._energies(flat.values, self._others, own, axis, self._inverse, weights[-1])
             check_alike(found[1], last)
-        if key not in self._known:
+        is_new = key not in self._known
+        if is_new:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
-            self._known[key] = None
-            room = [values.new_zeros(self._most, *values.shape[1:]) for values in of_steps]
-            for kept, values in zip(room, of_steps, strict=True):
-                kept[:1] = values[:1]
-            counts = [
-                len(state),
-                len(fixed),
-                int(noise is not None),
-                len(batches),
-                1 + len(columns) + len(own_number),
-            ]
-            self._known[key] = self._compiled(names, structure, axis, counts, state, fixed, room, part), room
-        if self._known[key] is None:
-            raise NotTraceableError("the rule sets its options in a step")
+            self._known[key] = None, [values.new_zeros(self._most, *values.shape[1:]) for values in of_steps]
         function, room = self._known[key]
-        count = weights.shape[0]
         torch._foreach_copy_([kept[:count] for kept in room], of_steps)
+        if is_new:
+            counts = [len(state), len(fixed), int(noise is not None), len(batches), 1 + len(columns) + len(own_number)]
+            function = self._compiled(names, structure, axis, counts, state, fixed, room, part)
+            self._known[key] = function, room
+        if function is None:
+            raise NotTraceableError("the rule sets its options in a step")
         found = function(*self._carried(state, keeps_each), *fixed, *room, torch.tensor(count))
         _, *state_after, begun, energies, is_finite = found
         if first is not None:

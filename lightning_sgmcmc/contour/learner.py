@@ -67,6 +67,11 @@ class ContourLearner:
         return self.interacting or self.chains.total_chains == 1
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the multipliers have limits."""
+        return self.contour.rules.min_multiplier is not None or self.contour.rules.max_multiplier is not None
+
+    @property
     def is_local(self) -> bool:
         """Whether a step's learning needs no other process, and no energies of earlier steps."""
         return not self.interacting or (self.exchange_every == 1 and not self.chains.is_spread)
@@ -108,13 +113,16 @@ class ContourLearner:
 
     def _count_clamped(self, multiplier: Tensor) -> None:
         rules = self.contour.rules
-        if rules.min_multiplier is None and rules.max_multiplier is None:
+        if not self.is_limited:
             return
         low = -math.inf if rules.min_multiplier is None else rules.min_multiplier
         high = math.inf if rules.max_multiplier is None else rules.max_multiplier
-        clamped = (multiplier <= low) | (multiplier >= high)
-        self._clamped = exact(clamped) if self._clamped is None else self._clamped + clamped
-        self._clamped_of += 1
+        self.count_clamped(exact((multiplier <= low) | (multiplier >= high)), 1)
+
+    def count_clamped(self, clamped: Tensor, steps: int) -> None:
+        """Add how often each chain's multiplier was at a limit, shape (C,), float64, in some steps."""
+        self._clamped = clamped if self._clamped is None else self._clamped + clamped
+        self._clamped_of += steps
 
     def scalars(self, location: Location) -> dict[str, float]:
         """Return what is logged of a step by name: means over all chains of the run, ω, and if κ has limits, the share
@@ -180,6 +188,8 @@ class LearningInSteps:
         end: is called with the last step's location after steps in which the learner has learned.
     """
 
+    scales, keeps_each = True, False
+
     def __init__(self, learner: ContourLearner, include_prior: bool, end: Callable[[Location], None]) -> None:
         contour, state = learner.contour, learner.learned.state
         self._learner, self._contour, self._include_prior, self._ended = learner, contour, include_prior, end
@@ -228,15 +238,11 @@ class LearningInSteps:
                 clamped = clamped + side(location.multiplier, limit)
         return [*learned, clamped, torch.stack([exact(part) for part in location])]
 
-    keeps_each = False
-
     def end(self, steps: int, energies: Tensor) -> None:
         """Count steps in which the learner has learned."""
-        learner, rules = self._learner, self._contour.rules
-        learner.updates += steps
-        if rules.min_multiplier is not None or rules.max_multiplier is not None:
-            before = 0.0 if learner._clamped is None else learner._clamped
-            learner._clamped, learner._clamped_of = before + self._clamped, learner._clamped_of + steps
+        self._learner.updates += steps
+        if self._learner.is_limited:
+            self._learner.count_clamped(self._clamped.clone(), steps)
         self._clamped.zero_()
         index, *others = self._location.clone()
         self._ended(Location(index.long(), *others))

@@ -213,7 +213,7 @@ class EnergiesOfSteps:
     """
 
     settings = "energies"
-    keeps_each = True
+    scales, keeps_each = False, True
 
     def __init__(self, end: Callable[[Tensor], None]) -> None:
         self._ended = end

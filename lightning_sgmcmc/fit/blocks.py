@@ -27,11 +27,23 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.compiling import has_compiler
-from lightning_sgmcmc.fit.passes import HiddenEpochs, RowsOfPass, Taken, rows_of_pass, validates
+from lightning_sgmcmc.fit.passes import (
+    LIGHTNING,
+    OWN,
+    SEEN,
+    HiddenEpochs,
+    RowsOfPass,
+    Taken,
+    definer,
+    defines,
+    hooks_of,
+    is_known,
+    rows_of_pass,
+    validates,
+)
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
 
-LearningRateMonitor = pl.callbacks.LearningRateMonitor
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 ProgressBar = pl.callbacks.ProgressBar
 Timer = pl.callbacks.Timer
@@ -74,10 +86,6 @@ OF_THE_MODULE = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
 )
-SEEN = (ModelCheckpoint, ProgressBar, LearningRateMonitor)
-"""Lightning's callbacks, which act in the steps that it sees."""
-LIGHTNING = f"{pl.__name__}."
-OWN = f"{__name__.partition('.')[0]}."
 CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
 """Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
 CHANGING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RNNBase)
@@ -97,7 +105,7 @@ class StepBlocks:
         self._schedule: PlannedSchedule | None = next(
             (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
         )
-        self._hooks = {name: _hooks_of(trainer, name) for name in OF_A_STEP}
+        self._hooks = {name: hooks_of(trainer, name) for name in OF_A_STEP}
         keepers = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint)]
         self._keepers = [keeper._every_n_train_steps for keeper in keepers]
         self._clocks = [(k, k._train_time_interval.total_seconds()) for k in keepers if k._train_time_interval]
@@ -232,7 +240,8 @@ class StepBlocks:
             return 0, False
         self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
-        possible = can_be_compiled(sampler, bool(self._parts)) and len(self._parts) <= 1
+        is_scaled = any(part.scales for part in self._parts)
+        possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= 1
         if not possible or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
@@ -463,7 +472,7 @@ def has_blocks(trainer: Any, module: ChainModel) -> bool:
     if not plain or not _is_small(trainer, module) or any(module.replaces(name) for name in OF_THE_MODULE):
         return False
     data = getattr(trainer, "datamodule", None)
-    moves = [_definer(data, name) for name in OF_A_BATCH if hasattr(data, name)]  # this library's only moves batches
+    moves = [definer(data, name) for name in OF_A_BATCH if hasattr(data, name)]  # this library's only moves batches
     if not all(kind.__module__.startswith((LIGHTNING, OWN)) for kind in moves):
         return False
     return all(map(_allows_blocks, callbacks_of(trainer)))
@@ -498,37 +507,17 @@ def _is_traceable(part: nn.Module) -> bool:
 def _allows_blocks(callback: pl.Callback) -> bool:
     """Return whether a callback's part in a step is called in a block, or lies in the steps that Lightning sees."""
     kinds = SEEN if type(callback).__module__.startswith(LIGHTNING) else ()
-    return isinstance(callback, kinds) or all(_is_known(callback, name) for name in OF_A_STEP)
+    return isinstance(callback, kinds) or all(_is_known_in_steps(callback, name) for name in OF_A_STEP)
 
 
-def _is_known(callback: pl.Callback, name: str) -> bool:
-    """Return whether a callback's hook is Lightning's empty one, or one of this library or of its timer."""
-    if name in vars(callback):
-        return False
-    definer = _definer(callback, name)
-    own = isinstance(callback, RunCallback) and definer.__module__.startswith(OWN)
-    return definer in (pl.Callback, Timer) or (own and name not in OF_A_GRAPH)
-
-
-def _definer(part: Any, name: str) -> type:
-    """Return the class from which an object has a method."""
-    return next((kind for kind in type(part).__mro__ if name in vars(kind)), object)
-
-
-def _hooks_of(trainer: pl.Trainer, name: str) -> list[Callable[..., Any]]:
-    """Return the callbacks' hooks that are called in each step of a block."""
-    called = [callback for callback in callbacks_of(trainer) if not isinstance(callback, SEEN)]
-    return [getattr(callback, name) for callback in called if _defines(callback, name, pl.Callback)]
+def _is_known_in_steps(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback's hook of a step is known, and none of this library's that needs a graph."""
+    return is_known(callback, name) and (name not in OF_A_GRAPH or definer(callback, name) in (pl.Callback, Timer))
 
 
 def _acts_in_steps(callback: RunCallback) -> bool:
     """Return whether a callback has a hook in each step, or a claim on it."""
-    return bool(callback.claims) or any(_defines(callback, name, pl.Callback) for name in OF_A_STEP)
-
-
-def _defines(part: Any, name: str, base: type) -> bool:
-    """Return whether an object's class has a method of its own in place of a base class's."""
-    return getattr(type(part), name, None) is not getattr(base, name)
+    return bool(callback.claims) or any(defines(callback, name) for name in OF_A_STEP)
 
 
 def _text(algorithm: Any) -> str | None:

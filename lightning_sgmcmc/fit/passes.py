@@ -22,11 +22,15 @@ from lightning_sgmcmc.chains.trainer import callbacks_of
 from lightning_sgmcmc.namespace import fabric, pl
 
 _set_sampler_epoch = fabric.utilities.data._set_sampler_epoch
+LearningRateMonitor = pl.callbacks.LearningRateMonitor
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 ProgressBar = pl.callbacks.ProgressBar
 Timer = pl.callbacks.Timer
 
 START, END = "on_train_epoch_start", "on_train_epoch_end"
+SEEN = (ModelCheckpoint, ProgressBar, LearningRateMonitor)
+"""Lightning's callbacks, which act in the steps and ends of epochs that it sees."""
+LIGHTNING = f"{pl.__name__}."
 OWN = f"{__name__.partition('.')[0]}."
 
 
@@ -178,13 +182,13 @@ class HiddenEpochs:
         self._trainer = trainer
         self._module = module
         callbacks = callbacks_of(trainer)
-        self._hooks = {name: [hook for c in callbacks if (hook := _hook(c, name)) is not None] for name in (START, END)}
+        self._hooks = {name: hooks_of(trainer, name) for name in (START, END)}
         self._keepers = [c._every_n_epochs for c in callbacks if isinstance(c, ModelCheckpoint)]
         self._may_turn = (
             trainer.reload_dataloaders_every_n_epochs == 0
             and not module.replaces(START)
             and not module.replaces(END)
-            and all(_is_known(callback, name) for callback in callbacks for name in (START, END))
+            and all(_is_known_to_act(callback) for callback in callbacks)
         )
 
     def hides(self) -> bool:
@@ -229,17 +233,38 @@ def validates(trainer: Any) -> bool:
     return trainer.enable_validation and (loop._combined_loader is None or not loop.skip)
 
 
-def _hook(callback: pl.Callback, name: str) -> Callable[..., Any] | None:
-    """Return a callback's hook, if it does something beside progress and checkpoints."""
-    own = getattr(type(callback), name, None) is not getattr(pl.Callback, name)
-    return getattr(callback, name) if own and not isinstance(callback, ModelCheckpoint | ProgressBar) else None
-
-
-def _is_known(callback: pl.Callback, name: str) -> bool:
+def _is_known_to_act(callback: pl.Callback) -> bool:
     """Return whether it is known what a callback does between epochs."""
+    if isinstance(callback, ModelCheckpoint | ProgressBar):
+        hooks = {START, END}
+        return not hooks & vars(callback).keys() and all(
+            definer(callback, name).__module__.startswith(LIGHTNING) for name in hooks
+        )
+    return all(is_known(callback, name) for name in (START, END))
+
+
+# -- hooks of callbacks ------------------------------------------------------------------------------------------------
+
+
+def is_known(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback's hook is Lightning's empty one, or one of this library or of its timer."""
     if name in vars(callback):
         return False
-    definer = next(kind for kind in type(callback).__mro__ if name in vars(kind))
-    if isinstance(callback, ModelCheckpoint | ProgressBar):
-        return definer.__module__.startswith(f"{pl.__name__}.")
-    return definer in (pl.Callback, Timer) or (isinstance(callback, RunCallback) and definer.__module__.startswith(OWN))
+    kind = definer(callback, name)
+    return kind in (pl.Callback, Timer) or (isinstance(callback, RunCallback) and kind.__module__.startswith(OWN))
+
+
+def definer(part: Any, name: str) -> type:
+    """Return the class from which an object has a method."""
+    return next((kind for kind in type(part).__mro__ if name in vars(kind)), object)
+
+
+def hooks_of(trainer: pl.Trainer, name: str) -> list[Callable[..., Any]]:
+    """Return the hooks of a name that are called in blocks: those of all callbacks but of Lightning's that it sees."""
+    called = [callback for callback in callbacks_of(trainer) if not isinstance(callback, SEEN)]
+    return [getattr(callback, name) for callback in called if defines(callback, name)]
+
+
+def defines(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback's class has a hook of its own in the place of the empty one."""
+    return getattr(type(callback), name, None) is not getattr(pl.Callback, name)

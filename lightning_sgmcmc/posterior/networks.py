@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
 from lightning_sgmcmc.chains.execution import MASK_SEED, homes_of, network_state, state_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
-from lightning_sgmcmc.files import local_path
+from lightning_sgmcmc.files import check_regular, local_path
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.predictive import check_sample
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import ON_REQUEST, Members, Prediction, RegressionPrediction
+from lightning_sgmcmc.priors.centers import read_tensors
 from lightning_sgmcmc.tables import TargetScaling
 
 RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
@@ -267,17 +267,11 @@ def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
     content: Any = state.state_dict() if isinstance(state, nn.Module) else state
     if isinstance(state, str | Path):
         path = local_path(state, "states", "copy the file to one first")
+        check_regular(path.resolve())
         try:
-            content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0][:150]
-            raise ValueError(
-                f"{place} cannot be read as weights ({reason}): load it yourself, if you trust its writer, and pass "
-                "its state dict"
-            ) from error
-        content = content.get("state_dict", content) if isinstance(content, Mapping) else content
+            content = read_tensors(path, "the file")
+        except ValueError as error:
+            raise ValueError(f"{place} cannot be read as weights: {error}") from error
     if not isinstance(content, Mapping):
         raise TypeError(f"{place} should be a state dict, a module or a file of one, got a {type(content).__name__}")
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
