@@ -109,6 +109,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         trainer = pl.Trainer(max_epochs=100, callbacks=[AutoSampling(), SampleCollector(), RunSummary()])
     """
 
+    needs_trainer = True
     claims: ClassVar[Mapping[str, str | None]] = {
         "prepare samples": None,  # their weights
         "expand samples": None,  # a draw is evaluated as it is

@@ -24,7 +24,6 @@ from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refresh
 from lightning_sgmcmc.expansion import is_expanded
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.priors import FlatPrior
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.schedules import AveragingPlan, cyclical_lr_factor
 from lightning_sgmcmc.seeding import derive_seed
@@ -65,6 +64,7 @@ class DeepEnsemble(WholeRunSchedule[int]):
     """
 
     temperature = 0.0
+    needs_trainer = True
     kinds = ("single network", "deep ensemble")
 
     def __init__(
@@ -206,6 +206,7 @@ class SWAG(WholeRunSchedule[AveragingPlan]):
     """
 
     temperature = 0.0
+    needs_trainer = True
     claims: ClassVar[Mapping[str, str | None]] = {
         "prepare samples": None,  # weights and energies would be those of an iterate
         "expand samples": "_draw",
@@ -302,9 +303,8 @@ class SWAG(WholeRunSchedule[AveragingPlan]):
         stage = Stage.SAMPLING if self.laid_out.is_collecting(step) else Stage.EXPLORATION
         return StepControls(self.laid_out.lr_factor_of(step), 0.0, stage)
 
-    def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
-        super().apply(step, module, sampler)
-        module.chains.progress.cycle = self.laid_out.cycle_of(step)
+    def cycle_of(self, step: int) -> int:
+        return self.laid_out.cycle_of(step)
 
     def draws(self, step: int) -> bool:
         return self.laid_out.ends_cycle(step)

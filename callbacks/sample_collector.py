@@ -13,16 +13,16 @@ from lightning_sgmcmc.chains.schedule import require_schedule
 from lightning_sgmcmc.chains.trainer import is_finished, is_trial, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import flush_folder, is_regular, local_path, remove_left_over
+from lightning_sgmcmc.files import is_regular, local_path
 from lightning_sgmcmc.fit.checkpoints import check_common, mark_of_store
 from lightning_sgmcmc.fit.folder import newest_store
 from lightning_sgmcmc.fit.resume import check_resume
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import description_for_store, model_of
-from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, continue_store
 from lightning_sgmcmc.posterior.lock import StoreLock
-from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, next_aside, records_from
+from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, records_from
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
@@ -329,17 +329,8 @@ class SampleCollector(SamplerCallback):
 
 def _begin_store(path: Path, trainer: pl.Trainer, module: ChainModel) -> StoreLock:
     """Create an empty store for a new run, and move the samples of an earlier run aside."""
-    lock = StoreLock(path)
-    remove_left_over(path)
-    if (path / MANIFEST).exists():
-        aside = next_aside(path)
-        path.rename(aside)
-        flush_folder(path.parent)
-        rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
-        lock.release()
-        lock = StoreLock(path)
-    DiskStore.create(path, description_for_store(module), _columns(trainer), module.chains.sharing.tensors())
-    return lock
+    description = description_for_store(module)
+    return begin_store(path, description, _columns(trainer), module.chains.sharing.tensors())
 
 
 def _find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Path | None) -> Path:
@@ -379,13 +370,7 @@ def _find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | P
 
 def _continue_store(path: Path, saved: dict[str, Any]) -> StoreLock:
     """Set a store to a checkpoint's samples, and move later ones aside."""
-    lock = StoreLock(path)
-    remove_left_over(path)
-    store = DiskStore(path)
-    aside = store.set_aside(_records_of(saved, store))
-    if aside is not None:
-        rank_zero_info(f"{len(DiskStore(aside))} samples in {path} were drawn after the checkpoint: moved to {aside}")
-    return lock
+    return continue_store(path, lambda store: _records_of(saved, store))
 
 
 def _on_rank_zero(trainer: pl.Trainer, function: Callable[[], Any]) -> Any:

@@ -12,7 +12,6 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps
 from lightning_sgmcmc.checks import check_count, check_kind, check_number, check_within
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.schedules import Annealing, CyclicalPlan, PolynomialDecay
 
@@ -270,9 +269,8 @@ class CyclicalSchedule(WholeRunSchedule[CyclicalPlan]):
         stage = Stage.EXPLORATION if exploring else Stage.SAMPLING
         return StepControls(plan.lr_factor(step), 0.0 if exploring else self.temperature, stage)
 
-    def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
-        super().apply(step, module, sampler)
-        module.chains.progress.cycle = self.laid_out.cycle_of(step)
+    def cycle_of(self, step: int) -> int:
+        return self.laid_out.cycle_of(step)
 
     def draws(self, step: int) -> bool:
         return step in self._sample_steps

@@ -32,6 +32,7 @@ from lightning_sgmcmc.likelihoods import (
     StudentT,
     TokenCategorical,
 )
+from lightning_sgmcmc.loops import SampleWriter
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import (
@@ -116,6 +117,7 @@ __all__ = [
     "Prior",
     "RegressionPrediction",
     "ResumableLoader",
+    "SampleWriter",
     "Sampler",
     "ScaleAdaptedSGHMC",
     "StudentT",

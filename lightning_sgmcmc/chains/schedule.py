@@ -61,6 +61,8 @@ class Schedule(SamplerCallback):
     entries: ClassVar[Mapping[str, Any]] = {"warm_steps": int}
     plans_whole_run: ClassVar[bool] = False
     """Whether it is laid out for a certain number of steps."""
+    needs_trainer: ClassVar[bool] = False
+    """Whether it does more in a run than set controls and say when samples are drawn."""
 
     temperature: float | None = None
     """τ of the target; None uses the module's."""
@@ -102,6 +104,10 @@ class Schedule(SamplerCallback):
         """Return whether the states after step k are samples."""
         raise NotImplementedError
 
+    def cycle_of(self, step: int) -> int:
+        """Return the cycle of step k, from 0; 0 throughout without cycles."""
+        return 0
+
     @property
     def first_sample(self) -> int:
         """The step after which the first sample is drawn, once the schedule is laid out."""
@@ -117,12 +123,17 @@ class Schedule(SamplerCallback):
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
+        self.check_sampler(sampler, self._target_temperature, is_trial(trainer))
+
+    def check_sampler(self, sampler: Sampler, target: Control, is_trial: bool = False) -> None:
+        """Raise if a sampler cannot make the first step of the schedule, once it is laid out; `target` is the target's
+        temperature."""
         name, first = type(sampler).__name__, self.controls(1)
-        temperature = self._target_temperature if first.temperature is None else first.temperature
+        temperature = target if first.temperature is None else first.temperature
         if not sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
             raise ValueError(NO_COLD_LIMIT.format(name))
         adapts = isinstance(sampler, PreconditionedSampler) and sampler.needs_burn_in
-        if adapts and first.stage is Stage.SAMPLING and not is_trial(trainer):
+        if adapts and first.stage is Stage.SAMPLING and not is_trial:
             raise ValueError(
                 f"{name}(adapt={sampler.param_groups[0]['adapt']!r}) estimates its preconditioner before the sampling "
                 f"stage, and {type(self).__name__} begins with that: give it a burn-in "
@@ -131,17 +142,23 @@ class Schedule(SamplerCallback):
 
     def apply(self, step: int, module: ChainModel, sampler: Sampler) -> None:
         """Set the controls for step k."""
+        progress = module.chains.progress
+        progress.stage = self.set_controls(step, sampler, self._target_temperature).stage
+        progress.cycle = self.cycle_of(step)
+
+    def set_controls(self, step: int, sampler: Sampler, target: Control) -> StepControls:
+        """Set a sampler's controls for step k, and return them; `target` is the target's temperature."""
         controls = self.controls(step)
-        temperature = self._target_temperature if controls.temperature is None else controls.temperature
+        temperature = target if controls.temperature is None else controls.temperature
         if controls.temperature_factor != 1:
             temperature = temperature * controls.temperature_factor
         for group in sampler.param_groups:
             group["temperature"] = temperature
             if self.sets_lr:
                 group["lr"] = self._lr(group, step, controls)
-        module.chains.progress.stage = controls.stage
         if isinstance(sampler, PreconditionedSampler):
             sampler.set_adapting(controls.stage is not Stage.SAMPLING)
+        return controls
 
     def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
         """Return the step size of a parameter group at step k."""

@@ -16,9 +16,17 @@ from torch import Tensor
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample, SampleRecord
 from lightning_sgmcmc.contour.contour import ContourState
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import is_regular, make_folder, read_regular, write_atomically
+from lightning_sgmcmc.files import (
+    flush_folder,
+    is_regular,
+    make_folder,
+    read_regular,
+    remove_left_over,
+    write_atomically,
+)
+from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.posterior import manifest
-from lightning_sgmcmc.posterior.lock import is_in_use, unusable
+from lightning_sgmcmc.posterior.lock import StoreLock, is_in_use, unusable
 from lightning_sgmcmc.posterior.manifest import BackgroundWriter, wait_for_writers, write_sample
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.tables import Columns
@@ -445,3 +453,34 @@ def _place_of(one: PosteriorSample | SampleRecord) -> tuple[int, int, int]:
 
 def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int, int]]:
     return set(map(_place_of, records))
+
+
+# -- the folder of a run -----------------------------------------------------------------------------------------------
+
+
+def begin_store(
+    path: Path, model_description: Any, columns: Columns | None = None, shared: Mapping[str, Tensor] | None = None
+) -> StoreLock:
+    """Create the empty store of a new run, and move the samples of an earlier run aside."""
+    lock = StoreLock(path)
+    remove_left_over(path)
+    if (path / manifest.MANIFEST).exists():
+        aside = manifest.next_aside(path)
+        path.rename(aside)
+        flush_folder(path.parent)
+        rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
+        lock.release()
+        lock = StoreLock(path)
+    DiskStore.create(path, model_description, columns, shared)
+    return lock
+
+
+def continue_store(path: Path, chosen: Callable[[DiskStore], list[SampleRecord]]) -> StoreLock:
+    """Set a store to the samples that a run has drawn before it goes on, and move its others aside."""
+    lock = StoreLock(path)
+    remove_left_over(path)
+    store = DiskStore(path)
+    aside = store.set_aside(chosen(store))
+    if aside is not None:
+        rank_zero_info(f"{len(DiskStore(aside))} samples in {path} were drawn after the checkpoint: moved to {aside}")
+    return lock

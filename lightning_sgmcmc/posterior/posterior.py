@@ -164,6 +164,32 @@ class Posterior(StoredSamples):
         model.to(device)
         return posterior
 
+    def extend(self, states: Iterable[State] | str | Path, weights: Sequence[float] | None = None) -> "Posterior":
+        """Return this posterior with further networks that were trained elsewhere, such as another fold; see
+        `from_states`.
+
+        Each network counts as one sample, as in `merge`: this posterior's samples count by their number. Predictions
+        stay in the units of this one's targets, in which the networks must have been trained.
+
+        Args:
+            states: as for `from_states`.
+            weights: of the networks among each other, ≥ 0, in their order; None weighs all alike.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model with a network and a likelihood.
+            ValueError: as `from_states` and `merge` do.
+        """
+        model = self._ready_model()
+        if model.likelihood is None or "net" not in model._modules:
+            raise RuntimeError(
+                f"{type(model).__name__} has no network and likelihood of their own to read states with: make "
+                "Posterior.from_states(net, states, likelihood), and merge"
+            )
+        with model.at_chain(0):
+            others = type(self).from_states(model.net, states, model.likelihood, weights)
+        others.store.columns = self.columns
+        return self.merge(others)
+
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
         """Average the predictive distribution over the samples with their weights.
 

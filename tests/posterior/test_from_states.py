@@ -112,3 +112,16 @@ def test_other_states_are_refused(states: Callable[[], Any], kind: type[Exceptio
 def test_other_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be 2 finite numbers"):
         Posterior.from_states(make(), [make(), make()], Categorical(), weights=weights)
+
+
+def test_further_networks_extend_a_posterior(trained: list[nn.Sequential], tmp_path: Path) -> None:
+    posterior = Posterior.from_states(make(), trained[:2], Categorical())
+    longer = posterior.extend([trained[2].state_dict()])
+    assert [record.chain for record in longer.records] == [0, 1, 2]
+    each = torch.stack([one(x).softmax(-1) for one in trained])
+    torch.testing.assert_close(longer.predict(x).probabilities, each.mean(0))
+    assert len(posterior) == 2
+    with pytest.raises(ValueError, match="like those that were trained"):
+        posterior.extend([nn.Linear(3, 2)])
+    with pytest.raises(RuntimeError, match="network"):
+        Posterior(posterior.store).extend(trained)
