@@ -141,6 +141,7 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """Return the metrics by method; those that are not known are omitted."""
     found = {
+        "guessing": evaluation.guessing,
         "single": evaluation.single,
         "best_single": evaluation.best_single,
         "first_cycle": evaluation.first_cycle,
@@ -200,5 +201,5 @@ def _print(evaluation: Evaluation, sentences: list[str], title: str, folder: Pat
     for method in columns:
         table.add_column(METHODS[method].replace(" ", "\n", 1), justify="right")
     for metric in evaluation.bma:
-        table.add_row(metric, *(f"{values[metric]:.4f}" for values in columns.values()))
+        table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in columns.values()))
     console.print(table)

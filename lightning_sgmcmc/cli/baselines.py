@@ -93,7 +93,7 @@ def _add_rows(folder: Path, baseline: Path, name: str) -> None:
 def _print(folder: Path) -> None:
     results = json.loads((folder / RESULTS).read_text())
     values = {(row["method"], row["metric"]): row["value"] for row in results["rows"]}
-    methods = [method for method in ("single", "bma", *MEMBERS) if any(key[0] == method for key in values)]
+    methods = [method for method in ("guessing", "single", "bma", *MEMBERS) if any(key[0] == method for key in values)]
     metrics = [metric for method, metric in values if method == "sgd"]
     table = Table(title="At equal cost, on the test data", caption=str(folder / TABLE))
     for column in ("", *methods):

@@ -283,6 +283,8 @@ class Evaluation:
         comparable: whether these compare across chains; otherwise they are normalised within each chain.
         chains: comparison of the chains.
         per_datum: log densities of each datum, for paired comparisons.
+        guessing: metrics of a prediction that does not look at the inputs: the frequencies of the classes in the
+            evaluated data, or the mean and spread of their numbers.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -294,6 +296,7 @@ class Evaluation:
     comparable: bool = True
     chains: ChainComparison = field(default_factory=ChainComparison)
     per_datum: PerDatumScores = field(default_factory=PerDatumScores)
+    guessing: dict[str, float] = field(default_factory=dict)
     _sums: _Sums = field(default_factory=_Sums, init=False, compare=False)
 
     @property
@@ -321,8 +324,11 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         single, deviations = self.single, self.single_std
-        rows = [(name, single[name], deviations[name], value) for name, value in self.bma.items()]
-        columns = ("metric", "mean single sample", "standard deviation", "model average")
+        rows = [
+            (name, self.guessing.get(name, ""), single[name], deviations[name], value)
+            for name, value in self.bma.items()
+        ]
+        columns = ("metric", "guessing", "mean single sample", "standard deviation", "model average")
         return html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
 
     @property
@@ -410,6 +416,8 @@ class LoaderAverage:
             own |= _ood_figures(name, terms, unknown)
             running |= _ood_figures(name, average.terms, ood.terms)
         evaluation = self.evaluation
+        if not evaluation.guessing:
+            evaluation.guessing = guessing_metrics(module, terms, target, scaling)
         evaluation.members.append({"step": sample.step, "chain": sample.chain, "cycle": sample.cycle} | own)
         evaluation.log_weights.append(sample.log_weight)
         evaluation.running.append(running)
@@ -468,6 +476,57 @@ def metrics_of(
         each = errors.square().nanmean(0).sqrt().tolist()
         found |= {f"rmse_{name}": value for name, value in zip(scaling.labels, each, strict=True)}
     return found
+
+
+GUESSED = ("accuracy", "exact", "nll", "brier", "rmse")
+"""Metrics that a guess has; its calibration says nothing."""
+
+
+def guessing_metrics(
+    module: EnergyModel, terms: Mapping[str, Tensor], target: Tensor | None, scaling: TargetScaling
+) -> dict[str, float]:
+    """Return the metrics of the best prediction that is the same for all data; {} if it is not known.
+
+    Classes have their shares, counts the likelihood's best constant output, and numbers a normal distribution with
+    their mean and variance.
+
+    Args:
+        module: the model, for its likelihood.
+        terms: those of any prediction of the data, for their shapes.
+        target: the data's targets.
+        scaling: that of the targets.
+    """
+    likelihood: Any = module.likelihood
+    if likelihood is None or target is None or not len(target):
+        return {}
+    nll = likelihood.chance_nll(target)
+    density = torch.full((len(target),), math.nan if nll is None else -nll, device=target.device)
+    if "probabilities" in terms:
+        labels, classes = likelihood.labels(target).reshape(-1), terms["probabilities"].shape[-1]
+        shares = torch.bincount(labels.cpu(), minlength=classes).to(terms["probabilities"]) / len(labels)
+        guess = {"probabilities": shares}
+    elif "label_probabilities" in terms or "mean" in terms:
+        name = "mean" if "mean" in terms else "label_probabilities"
+        numbers = target.to(terms[name]).reshape(terms[name].shape)
+        known = ~numbers.isnan() if likelihood.missing is None else numbers != likelihood.missing
+        mean = (numbers.nan_to_num() * known).sum(0) / known.sum(0)
+        guess = {name: mean}
+        if name == "mean":
+            squares = (numbers.nan_to_num() - mean).square() * known
+            variance = squares.sum(0) / known.sum(0)
+            guess |= {"square": mean.square(), "variance": variance}
+            if "cdf_below" not in terms:
+                logs = (2 * math.pi * variance).log() * known + squares / variance
+                density = -logs.flatten(1).sum(1) / 2
+    else:
+        return {}
+    constant = {name: value.expand(len(target), *value.shape) for name, value in guess.items()}
+    try:
+        found = metrics_of(module, constant, density, target, scaling)
+    except KeyError:  # metrics of a user's likelihood may need other terms
+        return {}
+    wanted = {name: value for name, value in found.items() if name.startswith(GUESSED)}
+    return {name: value for name, value in wanted.items() if not math.isnan(value)}
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

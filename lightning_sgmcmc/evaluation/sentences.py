@@ -37,7 +37,7 @@ def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | Non
         "gain": _gain(evaluation, density),
         "calibration": _calibration(evaluation, density, terms),
         "sampled": _sampled(health, claim),
-        "next": _next(health, claim),
+        "next": _better_than_a_guess(evaluation) or _next(health, claim),
     }
 
 
@@ -45,32 +45,33 @@ def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | Non
 
 
 def _quality(evaluation: Evaluation, density: Tensor, terms: Mapping[str, Tensor], data: str) -> str:
-    metrics, count = evaluation.bma, len(density)
+    metrics, guessing, count = evaluation.bma, evaluation.guessing, len(density)
     if not count:
         return f"Quality on the {data}: not known, since all samples have weight 0."
     parts = []
     if "accuracy" in metrics:
         low, high = share_interval(min(max(metrics["accuracy"], 0.0), 1.0), count)
-        parts.append(f"accuracy {metrics['accuracy']:.1%} (95 %: {low:.1%} to {high:.1%})")
+        guess = f"; guessing {guessing['accuracy']:.1%}" if "accuracy" in guessing else ""
+        parts.append(f"accuracy {metrics['accuracy']:.1%} (95 %: {low:.1%} to {high:.1%}{guess})")
     if "rmse" in metrics and "mean" in terms and evaluation.target is not None:
-        parts.append(_rmse(metrics["rmse"], terms["mean"], evaluation.target))
+        parts.append(_rmse(metrics["rmse"], terms["mean"], evaluation.target, guessing.get("rmse")))
     if "nll" in metrics:
         shift = metrics["nll"] + float(widest(density).mean())  # the units of the targets
         low, high = (shift - end for end in reversed(mean_interval(density)))
-        parts.append(f"NLL {metrics['nll']:.3g}{_within(low, high)}")
+        parts.append(f"NLL {metrics['nll']:.3g}{_within(low, high, guessing.get('nll'))}")
     if not parts:
         parts = [f"{name} {value:.3g}" for name, value in metrics.items()]
     found = ", ".join(parts)
     return f"{found[:1].upper()}{found[1:]} on {count:,} {data}."
 
 
-def _rmse(rmse: float, mean: Tensor, target: Tensor) -> str:
+def _rmse(rmse: float, mean: Tensor, target: Tensor, guess: float | None) -> str:
     squares = (mean.cpu().double() - target.cpu().double().reshape(mean.shape)).square().flatten(1).mean(1)
     own = math.sqrt(float(squares.mean()))
     if own == 0 or not math.isfinite(own):
-        return f"RMSE {rmse:.3g}"
+        return f"RMSE {rmse:.3g}{_within(math.nan, math.nan, guess)}"
     low, high = (rmse / own * math.sqrt(max(end, 0.0)) for end in mean_interval(squares))
-    return f"RMSE {rmse:.3g}{_within(low, high)}"
+    return f"RMSE {rmse:.3g}{_within(low, high, guess)}"
 
 
 # -- better than what -------------------------------------------------------------------------------------------------
@@ -156,6 +157,17 @@ def _sampled(health: HealthReport | None, claim: Claim) -> str:
     return f"Sampled the posterior? Not known{because or ': no ChainHealth callback measured it'}."
 
 
+def _better_than_a_guess(evaluation: Evaluation) -> str | None:
+    """Return what to do about an average that is no better than a guess; None if it is, or if that is not known."""
+    ours, guess = evaluation.bma.get("nll", math.nan), evaluation.guessing.get("nll", math.nan)
+    if not ours >= guess:
+        return None
+    return (
+        f"Next: the average is no better than guessing (NLL {ours:.3g} and {guess:.3g}): train longer, or look whether "
+        "inputs and targets belong together."
+    )
+
+
 def _next(health: HealthReport | None, claim: Claim) -> str:
     if health is None and claim.is_optimized:
         return "Next: compare this baseline with a run that samples, by sgmcmc compare."
@@ -172,5 +184,8 @@ def _next(health: HealthReport | None, claim: Claim) -> str:
     return "Next: nothing is wrong; more samples would reduce the Monte-Carlo error."
 
 
-def _within(low: float, high: float) -> str:
-    return "" if math.isnan(low) or math.isnan(high) else f" (95 %: {low:.3g} to {high:.3g})"
+def _within(low: float, high: float, guess: float | None = None) -> str:
+    """Return an interval, and the same metric of a guess, in brackets."""
+    known = [] if math.isnan(low) or math.isnan(high) else [f"95 %: {low:.3g} to {high:.3g}"]
+    known += [] if guess is None else [f"guessing {guess:.3g}"]
+    return f" ({'; '.join(known)})" if known else ""

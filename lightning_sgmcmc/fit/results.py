@@ -442,6 +442,7 @@ NETWORKS = "networks ({kind})"
 """What it calls those of a baseline, which its "kind" names."""
 STAGES = ("val", "test")
 METHODS = {
+    "guessing": "guessing",
     "single": "mean single sample",
     "best_single": "best single sample",
     "first_cycle": "first cycle",

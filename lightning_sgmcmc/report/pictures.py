@@ -348,7 +348,8 @@ def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
 
 
 def metric_table(evaluation: Evaluation) -> Table:
-    """Return one row per metric: mean and standard deviation over single samples, and the model average's value."""
+    """Return one row per metric: of a guess, mean and standard deviation over single samples, and of the average."""
     single, deviation = evaluation.single, evaluation.single_std
-    rows = [[metric, single[metric], deviation[metric], value] for metric, value in evaluation.bma.items()]
-    return ["metric", "mean single sample", "standard deviation", "model average"], rows
+    guess = evaluation.guessing
+    rows = [[m, guess.get(m), single[m], deviation[m], value] for m, value in evaluation.bma.items()]
+    return ["metric", "guessing", "mean single sample", "standard deviation", "model average"], rows

@@ -76,6 +76,8 @@ def _averages(found: Found, methods: list[str], metrics: list[str], title: str) 
         rows.append([metric, *values, change])
     has_errors = any(row.error is not None for row in found.values())
     note = "The number after ± is the standard deviation over the samples. " if has_errors else ""
+    if "guessing" in methods:
+        note += "Guessing is the best prediction that does not look at the inputs. "
     if "best_single" in methods:
         note += "The best single sample is the one with the lowest NLL on these data. "
     return Table(

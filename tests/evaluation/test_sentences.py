@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import norm, poisson
+from sklearn.dummy import DummyClassifier
+from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor
 
-from lightning_sgmcmc import Categorical, Gaussian
+from lightning_sgmcmc import Categorical, Gaussian, Poisson
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage
 from lightning_sgmcmc.evaluation.sentences import NAMES, Claim, five_sentences
@@ -23,7 +26,12 @@ class Silent(EnergyModel):
 
 
 def evaluated(
-    likelihood: Any, outputs: list[Tensor], target: Tensor, cycles: list[int] | None = None, own: bool = False
+    likelihood: Any,
+    outputs: list[Tensor],
+    target: Tensor,
+    cycles: list[int] | None = None,
+    own: bool = False,
+    scaling: TargetScaling = TargetScaling(),  # noqa: B008, it is frozen
 ) -> Evaluation:
     """Return the evaluation of samples with these outputs on the targets."""
     module = Silent(torch.nn.Identity(), likelihood, None)
@@ -34,7 +42,7 @@ def evaluated(
         terms = likelihood.terms(output) | likelihood.target_terms(output, target)
         density = likelihood.log_prob(output, target)
         scores = ({}, density, None) if own else (terms, density, target)
-        average.add(module, sample, scores, TargetScaling(), 0.0, {})
+        average.add(module, sample, scores, scaling, 0.0, {})
     return average.evaluation
 
 
@@ -46,6 +54,46 @@ def classified(count: int = 6, sharpen: float = 1.0, cycles: list[int] | None = 
     noise = 0.0 if count == 1 else 1.0
     outputs = [sharpen * (logits + noise * torch.randn(DATA, 5, generator=generator)) for _ in range(count)]
     return evaluated(Categorical(), outputs, target, cycles)
+
+
+@pytest.mark.parametrize("bias", [3.0, 0.0])
+def test_guessing_is_that_of_scikit_learn(bias: float) -> None:
+    """Classes that the outputs know nothing of, with and without an average that is better than their shares."""
+    generator = torch.Generator().manual_seed(0)
+    target = (torch.rand(DATA, generator=generator) < 0.1).long()
+    outputs = [torch.stack([torch.full((DATA,), bias), 0.3 * torch.randn(DATA, generator=generator)], 1)]
+    evaluation = evaluated(Categorical(), outputs, target)
+    dummy = DummyClassifier(strategy="prior").fit(target[:, None], target)
+    shares = dummy.predict_proba(target[:, None])
+    assert evaluation.guessing["nll"] == pytest.approx(log_loss(target, shares), rel=1e-5)
+    assert evaluation.guessing["accuracy"] == pytest.approx(dummy.score(target[:, None], target))
+    assert evaluation.guessing["brier"] == pytest.approx(2 * brier_score_loss(target, shares[:, 1]), rel=1e-5)
+    said = five_sentences(evaluation, "test data", None, Claim())
+    assert f"guessing {evaluation.guessing['accuracy']:.1%}" in said["quality"]
+    assert f"guessing {evaluation.guessing['nll']:.3g}" in said["quality"]
+    assert "no better than guessing" in said["next"]
+
+
+def test_guessing_numbers_in_their_units() -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(DATA, 2, generator=generator) * torch.tensor([1.0, 2.0])
+    target[::7, 1] = torch.nan
+    outputs = [target.nan_to_num() + 0.1 * torch.randn(DATA, 2, generator=generator) for _ in range(2)]
+    scaling = TargetScaling((5.0, 0.0), (10.0, 1.0))
+    evaluation = evaluated(Gaussian(std=0.1), outputs, target, scaling=scaling)
+    known = [(column[~column.isnan()] * std).numpy() for column, std in zip(target.T, scaling.std, strict=True)]
+    for name, column in zip(("rmse_0", "rmse_1"), known, strict=True):
+        assert evaluation.guessing[name] == pytest.approx(column.std(), rel=1e-4)
+    density = sum(norm.logpdf(column, column.mean(), column.std()).sum() for column in known)
+    assert evaluation.guessing["nll"] == pytest.approx(-density / DATA, rel=1e-4)
+    assert "no better than guessing" not in five_sentences(evaluation, "test data", None, Claim())["next"]
+
+
+def test_guessing_counts() -> None:
+    target = torch.poisson(torch.full((DATA, 1), 2.5), generator=torch.Generator().manual_seed(0))
+    evaluation = evaluated(Poisson(), [torch.full((DATA, 1), 1.0)], target)
+    expected = -poisson.logpmf(target.numpy(), float(target.mean())).mean()
+    assert evaluation.guessing["nll"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_classes() -> None:

@@ -183,7 +183,7 @@ def test_csv(tmp_path: Path) -> None:
     results = json.loads((folder / "results.json").read_text())
     assert {(row["method"], row["metric"]) for row in results["rows"]} == {
         (method, metric) for method in ("single", "best_single", "first_cycle", "bma") for metric in METRICS
-    }
+    } | {("guessing", metric) for metric in ("accuracy", "nll", "brier")}
 
 
 @pytest.fixture(scope="module")

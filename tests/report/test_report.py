@@ -172,9 +172,11 @@ def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixt
     page = Page(path)
     results = json.loads((path.parent / "results.json").read_text())
     value = {(row["method"], row["metric"]): row["value"] for row in results["rows"]}
-    header = ("mean single sample", "best single sample", "first cycle", "model average")
+    header = ("guessing", "mean single sample", "best single sample", "first cycle", "model average")
     rows = page.table("metric", *header, "change")
-    for metric, single, best, first, average, _ in rows:
+    for metric, guess, single, best, first, average, _ in rows:
+        if ("guessing", metric) in value:
+            assert float(guess) == pytest.approx(value["guessing", metric], abs=5e-5)
         assert float(best) == pytest.approx(value["best_single", metric], abs=5e-5)
         assert float(first) == pytest.approx(value["first_cycle", metric], abs=5e-5)
         assert float(single.split(" ± ")[0]) == pytest.approx(value["single", metric], abs=5e-5)
