@@ -285,6 +285,8 @@ class Evaluation:
         per_datum: log densities of each datum, for paired comparisons.
         guessing: metrics of a prediction that does not look at the inputs: the frequencies of the classes in the
             evaluated data, or the mean and spread of their numbers.
+        groups: by a group's label, its number of data ("count"), the average's metrics there, and those of guessing by
+            the group's own targets ("guessing nll", …).
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -297,6 +299,7 @@ class Evaluation:
     chains: ChainComparison = field(default_factory=ChainComparison)
     per_datum: PerDatumScores = field(default_factory=PerDatumScores)
     guessing: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, dict[str, float]] = field(default_factory=dict)
     _sums: _Sums = field(default_factory=_Sums, init=False, compare=False)
 
     @property
@@ -329,7 +332,12 @@ class Evaluation:
             for name, value in self.bma.items()
         ]
         columns = ("metric", "guessing", "mean single sample", "standard deviation", "model average")
-        return html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
+        table = html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
+        if not self.groups:
+            return table
+        names = list(next(iter(self.groups.values())))
+        own = [(label, *(values.get(name, "") for name in names)) for label, values in self.groups.items()]
+        return table + html_table("The average by group", ("group", *names), own)
 
     @property
     def _plural(self) -> str:
@@ -475,6 +483,32 @@ def metrics_of(
         errors = (terms["mean"] - target.reshape(terms["mean"].shape)) * factor
         each = errors.square().nanmean(0).sqrt().tolist()
         found |= {f"rmse_{name}": value for name, value in zip(scaling.labels, each, strict=True)}
+    return found
+
+
+def group_metrics(
+    module: EnergyModel, evaluation: Evaluation, scaling: TargetScaling, user: UserMetrics, labels: Any
+) -> dict[str, dict[str, float]]:
+    """Return the average's metrics in each group of the evaluated data.
+
+    Args:
+        module: the model, for its likelihood.
+        evaluation: of all data.
+        scaling: that of the targets.
+        user: further metrics.
+        labels: the group of each datum, an array (n,).
+    """
+    average, target, found = evaluation.average, evaluation.target, {}
+    if average is None or average.log_total == -math.inf:
+        return {}
+    for label in sorted(set(labels.tolist()), key=str):
+        rows = torch.as_tensor(labels == label, device=average.log_density.device)
+        terms, density = {n: t[rows] for n, t in average.terms.items()}, average.log_density[rows]
+        known = None if target is None else target[rows]
+        own = metrics_of(module, terms, density, known, scaling) | user.values(module, terms, known, scaling)
+        guess = guessing_metrics(module, terms, known, scaling)
+        named = {f"guessing {name}": value for name, value in guess.items() if name in ("accuracy", "nll", "rmse")}
+        found[str(label)] = {"count": len(density)} | own | named
     return found
 
 

@@ -1,7 +1,7 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
@@ -34,6 +35,7 @@ from lightning_sgmcmc.posterior.predictive import (
     sound_records,
     with_new_statistics,
 )
+from lightning_sgmcmc.posterior.scores import evaluate_samples
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
@@ -292,6 +294,35 @@ class Posterior(StoredSamples):
         kept = [i for i, weight in enumerate(weights) if weight > 0]
         members: Any = list(plain_networks(self._selected(kept, [0.0] * len(kept)).store, model, with_hooks=True))
         return Ensemble(members, [weights[i] for i in kept], self.calibration, self.store.scaling, outputs)
+
+    def evaluate(
+        self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None = None, group: Any = None
+    ) -> Evaluation:
+        """Return the metrics of the average and of single samples on any data with targets, beside guessing.
+
+        They are those that `trainer.test` computes, in the data's units, without a calibration.
+
+        Args:
+            data: data with targets: a loader that does not shuffle, a list of batches as in training, or a datamodule,
+                whose validation data are used. Frames and series in a batch are in the data's units.
+            metrics: further ones by name, functions or torchmetrics of class probabilities (n, K) and labels (n,), or
+                of means and targets (n, D).
+            group: a label for each datum, in the data's order, such as a column of the frame: `groups` of the result
+                has the metrics of each group.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            TypeError: if `data` has another type.
+            ValueError: if there are no data, they come in another order for each sample, or `group` has another length.
+
+        Example::
+
+            posterior = Posterior.from_states(torch.nn.Linear(4, 3), [torch.nn.Linear(4, 3)], Categorical())
+            batch = torch.randn(20, 4), torch.randint(3, (20,))
+            found = posterior.evaluate([batch], group=["old"] * 10 + ["new"] * 10)
+            found.bma["nll"], found.guessing["nll"], found.groups["old"]["accuracy"]
+        """
+        return evaluate_samples(self._ready_model(), self.store, self.log_weights.tolist(), data, metrics, group)
 
     def calibrate(self, data: Any, save: bool = False) -> "Posterior":
         """Return this posterior with calibrated predictions, by one number that minimizes the NLL of validation data.

@@ -1,0 +1,76 @@
+"""Metrics of a posterior on any data, and by group."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import pytorch_lightning as pl
+import torch
+from sklearn.metrics import average_precision_score, log_loss
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.datamodules import TableDataModule
+from tests.support.trainers import quiet_trainer
+
+GENERATOR = torch.Generator().manual_seed(0)
+x = torch.randn(61, 3, generator=GENERATOR)
+y = (x[:, 0] + torch.randn(61, generator=GENERATOR) > 0.8).long()
+
+
+@pytest.fixture
+def posterior() -> Posterior:
+    torch.manual_seed(0)
+    return Posterior.from_states(nn.Linear(3, 2), [nn.Linear(3, 2) for _ in range(3)], Categorical())
+
+
+def area(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
+    return float(average_precision_score(labels, probabilities[:, 1]))
+
+
+def test_the_metrics_of_all_data_and_of_groups(posterior: Posterior) -> None:
+    group = np.where(x[:, 1] > 0, "young", "old")
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    found = posterior.evaluate(loader, metrics={"auprc": area}, group=group)
+    probabilities = posterior.predict(x).probabilities
+    assert found.bma["nll"] == pytest.approx(log_loss(y, probabilities), rel=1e-5)
+    assert found.bma["auprc"] == pytest.approx(area(probabilities, y))
+    assert set(found.groups) == {"young", "old"}
+    for label, values in found.groups.items():
+        rows = torch.as_tensor(group == label)
+        assert values["count"] == int(rows.sum())
+        assert values["nll"] == pytest.approx(log_loss(y[rows], probabilities[rows], labels=[0, 1]), rel=1e-5)
+        assert values["auprc"] == pytest.approx(area(probabilities[rows], y[rows]))
+        share = float(y[rows].float().mean())
+        assert values["guessing accuracy"] == pytest.approx(max(share, 1 - share))
+    assert "old" in found._repr_html_()
+    with pytest.raises(ValueError, match=r"group.*61"):
+        posterior.evaluate(loader, group=group[:-1])
+    with pytest.raises(TypeError, match="targets"):
+        posterior.evaluate(x)
+
+
+def test_it_is_the_test_of_a_trainer_in_the_datas_units() -> None:
+    frame = pd.DataFrame({"a": x[:, 0].numpy(), "b": x[:, 1].numpy()})
+    frame["price"] = 100 + 20 * frame["a"] + 5 * torch.randn(61, generator=GENERATOR).numpy()
+    frame.loc[3, "price"] = np.nan
+    data = TableDataModule(frame, target="price", val_fraction=0.3, test_fraction=0.0)
+    module = BayesianModule(nn.Linear(2, 1), Gaussian(std=0.3), lr=0.05, seed=0)
+    callbacks: list[pl.Callback] = [SamplingSchedule(every_n_epochs=2), SampleCollector(in_memory=True)]
+    trainer = quiet_trainer(max_epochs=8, callbacks=[*callbacks, BayesianModelAverage()])
+    trainer.fit(module, datamodule=data)
+    assert module.posterior is not None
+    found: Any = module.posterior.evaluate(data)
+    for name in ("bma", "single", "guessing"):
+        assert getattr(found, name) == pytest.approx(getattr(module.evaluations["val"], name), rel=1e-5)
+    inputs, targets = frame[["a", "b"]], frame["price"]
+    group = frame["a"] > 0
+    by_frame = module.posterior.evaluate([(inputs, targets)], group=group)
+    assert sum(values["count"] for values in by_frame.groups.values()) == 60  # one target is not observed
+    errors = module.posterior.predict(inputs).mean[:, 0].numpy() - targets.to_numpy()
+    for label, values in by_frame.groups.items():
+        own = errors[(group.astype(str) == label).to_numpy()]
+        assert values["rmse"] == pytest.approx(np.sqrt(np.nanmean(own**2)), rel=1e-4)
