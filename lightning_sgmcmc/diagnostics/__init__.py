@@ -3,6 +3,7 @@
 Pure functions of tensors, and small classes for their results; nothing here depends on a trainer or a module.
 """
 
+from lightning_sgmcmc.diagnostics.acquisition import Acquisition, batch_bald
 from lightning_sgmcmc.diagnostics.decisions import (
     agreement,
     aurc,
@@ -24,9 +25,11 @@ from lightning_sgmcmc.diagnostics.draws import (
     within_groups,
 )
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
+from lightning_sgmcmc.diagnostics.joint import JointScore, joint_nll
 from lightning_sgmcmc.diagnostics.scores import (
     brier_score,
     classification_metrics,
+    detection_metrics,
     gaussian_mixture_crps,
     interval_score,
     out_of_distribution_metrics,
@@ -41,11 +44,13 @@ from lightning_sgmcmc.health.report import HealthReport, RunMeasures, Temperatur
 from lightning_sgmcmc.health.verdict import RunFacts
 
 __all__ = [
+    "Acquisition",
     "ChainDiagnostics",
     "ChainGrid",
     "Finding",
     "FindingKind",
     "HealthReport",
+    "JointScore",
     "RunFacts",
     "RunMeasures",
     "Temperatures",
@@ -54,15 +59,18 @@ __all__ = [
     "aurc",
     "autocorrelation",
     "autocorrelation_time",
+    "batch_bald",
     "brier_score",
     "chain_diagnostics",
     "class_scores",
     "classical_scaling",
     "classification_metrics",
     "conformal_threshold",
+    "detection_metrics",
     "gaussian_mixture_crps",
     "interpolate",
     "interval_score",
+    "joint_nll",
     "normalised_weights",
     "out_of_distribution_metrics",
     "pit_histogram",

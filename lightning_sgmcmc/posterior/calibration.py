@@ -26,6 +26,7 @@ from lightning_sgmcmc.posterior.manifest import home_of
 from lightning_sgmcmc.posterior.predictive import average_scores, not_finite
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import (
+    ON_REQUEST,
     ClassPrediction,
     CountPrediction,
     MultiLabelPrediction,
@@ -139,7 +140,8 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
 
 def check_predictions(prediction: Prediction, what: str) -> None:
     """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless."""
-    count = int(not_finite(prediction.parts).sum())
+    parts = {name: part for name, part in prediction.parts.items() if not name.startswith(ON_REQUEST)}
+    count = int(not_finite(parts).sum())
     if count:
         raise ValueError(
             f"{what} needs finite predictions, and {count} of {len(prediction)} are NaN or infinite: remove inputs "
