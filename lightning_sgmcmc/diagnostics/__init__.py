@@ -5,12 +5,14 @@ Pure functions of tensors, and small classes for their results; nothing here dep
 
 from lightning_sgmcmc.diagnostics.acquisition import Acquisition, batch_bald
 from lightning_sgmcmc.diagnostics.decisions import (
+    SelectiveThreshold,
     agreement,
     aurc,
     class_scores,
     conformal_threshold,
     risk_at_coverage,
     risk_coverage,
+    selective_threshold,
     total_variation,
 )
 from lightning_sgmcmc.diagnostics.draws import (
@@ -53,6 +55,7 @@ __all__ = [
     "JointScore",
     "RunFacts",
     "RunMeasures",
+    "SelectiveThreshold",
     "Temperatures",
     "agreement",
     "assess",
@@ -80,6 +83,7 @@ __all__ = [
     "risk_at_coverage",
     "risk_coverage",
     "sample_crps",
+    "selective_threshold",
     "squared_distances",
     "total_variation",
     "weight_efficiency",

@@ -142,4 +142,6 @@ def nearest_groups(inputs: Tensor, tau: int, generator: torch.Generator) -> Tens
 def _check_enough(count: int, tau: int, needed: int) -> None:
     check_count("tau", tau, optional=False)
     if count < needed:
-        raise ValueError(f"groups of tau={tau} inputs need at least {needed} data, got {count}: pass more, or lower tau")
+        raise ValueError(
+            f"groups of tau={tau} inputs need at least {needed} data, got {count}: pass more, or lower tau"
+        )

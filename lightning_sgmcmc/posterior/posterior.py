@@ -3,31 +3,21 @@
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.diagnostics.acquisition import Acquisition
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
-from lightning_sgmcmc.diagnostics.joint import JointScore
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
-from lightning_sgmcmc.posterior import acquisition
-from lightning_sgmcmc.posterior.calibration import (
-    Conformal,
-    fit_calibration,
-    fit_conformal,
-    save_calibration,
-    saved_calibration,
-)
-from lightning_sgmcmc.posterior.densities import Sampling, joint_score, log_densities
+from lightning_sgmcmc.posterior.calibration import fit_calibration, save_calibration, saved_calibration
+from lightning_sgmcmc.posterior.decisions import Decisions
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
-from lightning_sgmcmc.posterior.detection import Detection, detect
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
 from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
@@ -39,7 +29,6 @@ from lightning_sgmcmc.posterior.predictive import (
     sound_records,
     with_new_statistics,
 )
-from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact
@@ -48,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Posterior(StoredSamples):
+class Posterior(Decisions):
     """Samples of a posterior and their predictions.
 
     Iterating yields `PosteriorSample`s in the order of drawing, read from disk one at a time.
@@ -299,124 +288,6 @@ class Posterior(StoredSamples):
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen
-
-    def conformal(
-        self, data: Any, level: float = 0.9, method: Literal["threshold", "adaptive"] = "threshold", seed: int = 0
-    ) -> Conformal:
-        """Return prediction sets or intervals that contain the truth with a guaranteed probability.
-
-            P(y ∈ C(x)) ≥ level   for data exchangeable with the calibration data, whatever the predictive is worth
-
-        The guarantee is over calibration and new data together, not for each x; a better predictive makes the sets
-        smaller. Classes have sets, numbers have intervals mean ± q·std, each of D numbers with the level.
-
-        Args:
-            data: calibration data with targets, used neither in the fit nor in `calibrate`: a loader, a list of
-                batches as in training, or a datamodule, whose validation data are used.
-            level: the probability, in (0, 1).
-            method: for classes: "threshold" has the smallest sets, {k: p_k ≥ 1 - q}; "adaptive" has larger sets where
-                the predictive is unsure, for coverage that is more even over data.
-            seed: of the draws by which adaptive sets have exact coverage.
-
-        Raises:
-            ValueError: if there are no data, or level or method is out of range.
-            TypeError: if the likelihood predicts neither classes nor numbers.
-
-        Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
-        """
-        return fit_conformal(self, self._ready_model(), data, level, method, seed)
-
-    def log_likelihood(self, data: Any) -> Tensor:
-        """Return log p(y_i | x_i, θ_s) of each datum by each sample, in nats, float64 (S, n), for ArviZ's `loo`.
-
-        Densities are in the data's units, data without an observed target are left out, and a calibration, which is of
-        the average, does not count. Samples are in their order; their `weights` are not in it.
-
-        Args:
-            data: data with targets, as `calibrate` takes them.
-
-        Raises:
-            RuntimeError: if there are no samples, or no model.
-            ValueError: if there are no data.
-
-        Example::
-
-            arviz.loo(posterior.to_arviz(log_likelihood=posterior.log_likelihood(training_loader)))
-        """
-        return log_densities(self._ready_model(), self.store, data, "log_likelihood").values
-
-    def joint_nll(self, data: Any, tau: int = 10, sampling: Sampling | None = None, seed: int = 0) -> JointScore:
-        """Return the joint NLL of groups of τ data, in nats per input, with its standard error.
-
-            -1/τ·log Σ_s w_s·Π_(t≤τ) p(y_t | x_t, θ_s)
-
-        It scores whether the samples know how errors go together, which the ordinary NLL (τ = 1) does not see. Groups
-        are disjoint, except that "dyadic" repeats data within them. Densities are in the data's units. A calibration
-        does not count, since it is of the average over samples.
-
-        Args:
-            data: test data with targets: a loader, a list of batches, or a datamodule, whose validation data are used.
-            tau: inputs in a group.
-            sampling: "dyadic" draws a group, with replacement, from two data by chance, as published; it repeats a
-                datum's target too, so it is for targets without noise. "nearest" takes the data nearest to two by
-                chance. "random" takes τ by chance, of which few are related. None is "dyadic" for classes, and
-                "nearest" for numbers.
-            seed: of the choice of groups.
-
-        Raises:
-            RuntimeError: if there are no samples, or no model.
-            ValueError: if there are fewer than τ data (2 for "dyadic").
-
-        Source: Osband et al. 2022 (Evaluating high-order predictive distributions in deep learning).
-        """
-        return joint_score(self._ready_model(), self.store, self.weights, data, tau, sampling, seed)
-
-    def acquire(self, pool: Any, k: int, method: acquisition.Method = "batchbald", seed: int = 0) -> Acquisition:
-        """Return the k inputs of a pool whose labels would say most about the parameters.
-
-        "bald" takes the k inputs with the largest mutual information I(y_i; θ) each, and of two equal inputs both.
-        "batchbald" takes one after another by what its label adds, I(y_1, …, y_k; θ). For numbers the information is
-        that of Gaussians with the samples' means and noise, ½·log det(1 + Λ^(-1/2)·C·Λ^(-1/2)).
-
-        Args:
-            pool: inputs, as `predict` takes them; a loader in a fixed order.
-            k: inputs to choose.
-            method: see above; the cost of "batchbald" grows with k times the pool.
-            seed: of the joint labels that "batchbald" draws when there are over 10,000 of them.
-
-        Raises:
-            RuntimeError: if there are no samples, or no model.
-            ValueError: if k is more than the pool's inputs, or a prediction is not finite.
-            TypeError: if the predictive is neither of one class nor of numbers for each input.
-
-        Source: Houlsby et al. 2011 (BALD); Kirsch et al. 2019 (BatchBALD).
-
-        Example::
-
-            chosen = posterior.acquire(pool, 10)
-            x, y = pool[chosen.indices], ask_for_labels(chosen.indices)
-        """
-        return acquisition.chosen_of(self.predict(pool, return_samples=True), k, method, seed)
-
-    def detect(self, known: Any, unknown: Any) -> Detection:
-        """Return how well each score of the predictions separates inputs from elsewhere from known ones.
-
-        Classes have "entropy", "max_probability" (its negative), "mutual_information" and, with `Categorical`, "energy",
-        the mean over samples of -log Σ_k exp(logit_k). A constant added to all logits changes the energy alone, so it
-        is as good as the prior holds them. Numbers have "std" and "epistemic_std". Larger is stranger.
-
-        Args:
-            known: inputs like the training data, not used in the fit, as `predict` takes them.
-            unknown: inputs from elsewhere.
-
-        Raises:
-            RuntimeError: if there are no samples, or no model.
-            ValueError: if a prediction is not finite, or there are no inputs.
-            TypeError: if the predictive is neither of one class nor of numbers for each input.
-
-        Source: Hendrycks & Gimpel 2017; Liu et al. 2020 (energy); Smith & Gal 2018 (mutual information).
-        """
-        return detect(self, self._ready_model(), known, unknown)
 
     def distill(
         self,

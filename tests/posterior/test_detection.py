@@ -40,7 +40,9 @@ def test_scores_are_of_the_average_and_the_energy_is_the_samples_mean() -> None:
     torch.testing.assert_close(found.known["max_probability"], -prediction.probabilities.max(1).values.double())
     assert list(found.metrics) == ["entropy", "max_probability", "mutual_information", "energy"]
     for name, metrics in found.metrics.items():
-        assert metrics["auroc"] == pytest.approx(float(detection_metrics(found.known[name], found.unknown[name])["auroc"]))
+        assert metrics["auroc"] == pytest.approx(
+            float(detection_metrics(found.known[name], found.unknown[name])["auroc"])
+        )
     lines = str(found).splitlines()
     assert lines[1].split() == ["entropy", *(f"{value:.3f}" for value in found.metrics["entropy"].values())]
 
