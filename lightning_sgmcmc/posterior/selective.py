@@ -78,7 +78,8 @@ def fit_selective(
     check_within("confidence", confidence, "(0, 1)")
     if score is not None:
         check_choice("score", score, OF_CLASSES + OF_NUMBERS)
-    uncertainties, wrong, largest = [], [], ()
+    uncertainties, wrong = [], []
+    largest: tuple[float, ...] = ()
     for prediction, target in predictions_with_targets(posterior, model, data, "selective"):
         if isinstance(prediction, ClassPrediction):
             score, known = score or "max_probability", target >= 0
