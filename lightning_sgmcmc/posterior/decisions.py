@@ -42,7 +42,8 @@ class Decisions(StoredSamples):
 
         Example::
 
-            arviz.loo(posterior.to_arviz(log_likelihood=posterior.log_likelihood(training_loader)))
+            densities = posterior.log_likelihood(torch.utils.data.DataLoader(data, 64))  # the training data
+            arviz.loo(posterior.to_arviz(log_likelihood=densities))
         """
         return densities.log_densities(self._ready_model(), self.store, data, "log_likelihood").values
 
@@ -153,12 +154,6 @@ class Decisions(StoredSamples):
             ValueError: if no share of the data shows the risk, an argument is out of range, or tolerance is missing.
 
         Source: Geifman & El-Yaniv 2017, algorithm 1; Angelopoulos et al. 2021 (Learn then test).
-
-        Example::
-
-            answered = posterior.selective(calibration_loader, risk=0.02)
-            prediction = posterior.predict(x)
-            sure = answered.accepts(prediction)  # the others go to a person
         """
         return selective.fit_selective(self, self._ready_model(), data, risk, confidence, score, tolerance)
 
@@ -186,8 +181,8 @@ class Decisions(StoredSamples):
 
         Example::
 
-            chosen = posterior.acquire(pool, 10)
-            x, y = pool[chosen.indices], ask_for_labels(chosen.indices)
+            pool = torch.randn(100, 2)
+            to_label = pool[posterior.acquire(pool, 10).indices]
         """
         return acquisition.chosen_of(self.predict(pool, return_samples=True), k, method, seed)
 
@@ -226,6 +221,8 @@ class Decisions(StoredSamples):
 
         Example::
 
-            paths = posterior.rollout(x, 24, lambda x, y: torch.cat([x[:, 1:], y], 1))  # lags of a series
+            members = [torch.nn.Linear(2, 1) for _ in range(5)]  # of two lags of a series
+            posterior = Posterior.from_states(torch.nn.Linear(2, 1), members, Gaussian())
+            paths = posterior.rollout(torch.zeros(3, 2), 24, lambda x, y: torch.cat([x[:, 1:], y], 1))
         """
         return rolled_out(self._ready_model(), self.store, x, steps, step, noise, seed)

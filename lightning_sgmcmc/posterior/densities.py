@@ -20,7 +20,7 @@ from lightning_sgmcmc.posterior.predictive import states_in_place
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables.columns import TargetScaling
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import exact, widest
 
 Sampling = Literal["dyadic", "nearest", "random"]
 
@@ -67,10 +67,10 @@ def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) 
 
 def _log_units(likelihood: Likelihood, target: Tensor, scaling: TargetScaling) -> Tensor:
     """Return Σ_d log std_d over the observed numbers of each target, which a density in the data's units lacks."""
-    logs = torch.as_tensor(scaling.factor, dtype=torch.float64).log()
+    logs = exact(scaling.std).log()
     entries = likelihood.observed_entries(target)
     known = torch.ones(target.shape) if entries is None else entries
-    return (known.cpu().double().reshape(len(target), -1, logs.numel()) * logs).flatten(1).sum(1)
+    return (widest(known.cpu()).reshape(len(target), -1, logs.numel()) * logs).flatten(1).sum(1)
 
 
 def joint_score(
