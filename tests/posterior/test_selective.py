@@ -100,6 +100,10 @@ def test_what_cannot_be_shown_or_has_no_meaning_is_refused() -> None:
     data = [(inputs(), y)]
     with pytest.raises(ValueError, match=r"risk=0.05 is not shown .* of the 23 data.*117 answered"):
         posterior.selective(data)
+    some = in_memory(BayesianModule(net=nn.Linear(5, 3), likelihood=Categorical(missing=-1)))
+    right = some.predict(inputs()).probabilities.argmax(1)
+    labels = torch.where(torch.arange(23) < 8, -1, right)
+    assert some.selective([(inputs(), labels)], 0.9).count == 15, "labels that are known"
     with pytest.raises(ValueError, match=r"risk must be in \(0, 1\)"):
         posterior.selective(data, risk=0)
     with pytest.raises(ValueError, match="score='std' is not for a ClassPrediction"):
