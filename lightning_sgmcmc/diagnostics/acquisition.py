@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import exact, widest
 
 MOST_CONFIGURATIONS = 10_000
 """Joint labels of the chosen data that are enumerated; of more, so many are drawn."""
@@ -69,7 +69,7 @@ def batch_bald(
         else:
             table, offset = _draws(p[:, chosen], w, most_configurations, generator)
             joint = -float(((table @ w).log() + offset).mean())
-    return Acquisition(torch.tensor(chosen), torch.tensor(scores))
+    return Acquisition(torch.tensor(chosen), exact(scores))
 
 
 def _joint_entropies(table: Tensor, offset: Tensor | None, p: Tensor, w: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def batch_of_numbers(mean: Tensor, variance: Tensor, weights: Tensor, count: int
         scores.append(max(float(gain[best]), 0.0))
         across = rows[best] @ inverse
         inverse = inverse - across.T @ torch.linalg.solve(blocks[best], across)
-    return Acquisition(torch.tensor(chosen), torch.tensor(scores))
+    return Acquisition(torch.tensor(chosen), exact(scores))
 
 
 def information_of_numbers(mean: Tensor, variance: Tensor, weights: Tensor) -> Tensor:

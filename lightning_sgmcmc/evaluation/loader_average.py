@@ -479,7 +479,6 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
-    both = (known, unknown)
-    per_sample = tuple(terms["sample_entropy"] for terms in both) if "sample_entropy" in known else None
+    per_sample = (known["sample_entropy"], unknown["sample_entropy"]) if "sample_entropy" in known else None
     metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"], per_sample)
     return {f"ood_{name}_{metric}": float(value) for metric, value in metrics.items()}

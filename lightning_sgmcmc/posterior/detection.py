@@ -1,6 +1,6 @@
 """How well a posterior's predictions separate inputs from elsewhere from known ones, by several scores."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ def detect(posterior: Any, model: EnergyModel, known: Any, unknown: Any) -> Dete
 
 def _scores(posterior: Any, model: EnergyModel, x: Any) -> dict[str, Tensor]:
     """Return the scores of inputs, each of shape (n,); larger is stranger."""
+    x = list(x) if isinstance(x, Iterator) else x  # it is read twice
     prediction: Prediction = posterior.predict(x)
     check_predictions(prediction, "detect")
     if isinstance(prediction, RegressionPrediction):

@@ -31,7 +31,7 @@ def test_metrics_are_scikit_learns(ties: bool, scale: float) -> None:
 
 def test_scores_are_of_the_average_and_the_energy_is_the_samples_mean() -> None:
     posterior, known, unknown = in_memory(MODULES["mlp"]()), inputs(23), 5 * inputs(31, seed=1)
-    found = posterior.detect(known, [unknown[:20], unknown[20:]])
+    found = posterior.detect(known, iter([unknown[:20], unknown[20:]]))
     with torch.no_grad():
         energies = torch.stack([-network(unknown).logsumexp(1) for network in posterior.networks()]).double()
     torch.testing.assert_close(found.unknown["energy"], posterior.weights @ energies, atol=1e-5, rtol=1e-5)

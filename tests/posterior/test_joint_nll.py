@@ -30,7 +30,7 @@ def exact(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return covariance @ (x.T @ y).double()[:, 0] / NOISE**2, covariance
 
 
-def regression(count: int = 2000) -> Posterior:
+def regression(count: int = 800) -> Posterior:
     """Return draws of the exact posterior of a few data."""
     mean, covariance = exact(*drawn(5, 0))
     noise = torch.randn(count, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_it_approaches_the_closed_form_of_linear_regression() -> None:
     assert score.nll == pytest.approx(-law.logpdf(y[:, 0].numpy()) / 4, abs=4 * error)
     assert score.groups == 1
     assert math.isnan(score.standard_error)
-    assert abs(score.nll - score.marginal_nll) > 10 * error, "the errors go together"
+    assert abs(score.nll - score.marginal_nll) > 5 * error, "the errors go together"
 
 
 @pytest.mark.parametrize("kind", ["mlp", "regression"])
@@ -138,13 +138,13 @@ def test_densities_are_in_the_datas_units_and_of_observed_targets() -> None:
     posterior.store.scaling = TargetScaling()
     alone = posterior.log_likelihood([(x, y)])[:, 3]
     torch.testing.assert_close(some[:, 3] + math.log(0.1), alone)  # of its second number
-    assert posterior.joint_nll([(x, y)], tau=11).groups == 2
+    assert posterior.joint_nll([(x, y)], tau=7).groups == 3
 
 
 @pytest.mark.filterwarnings("ignore:More chains", "ignore:Estimated shape parameter")
 def test_arviz_leaves_one_out_as_the_closed_form_does() -> None:
     """The elpd of leave-one-out of the regression is Σ_i log p(y_i | the others), within its Monte-Carlo error."""
-    posterior, (x, y) = regression(1000), drawn(5, 0)
+    posterior, (x, y) = regression(), drawn(5, 0)
     exported = posterior.to_arviz(log_likelihood=posterior.log_likelihood([(x, y)]))
     found = arviz.loo(exported, reff=1.0)
     elpd = 0.0
@@ -156,7 +156,7 @@ def test_arviz_leaves_one_out_as_the_closed_form_does() -> None:
         elpd += stats.norm.logpdf(float(y[i]), float(row @ mean), scale)
     assert float(getattr(found, "elpd_loo", getattr(found, "elpd", np.nan))) == pytest.approx(elpd, abs=0.25)
     with pytest.raises(ValueError, match=r"log_likelihood.*first axis"):
-        posterior.to_arviz(log_likelihood=torch.zeros(5, 2000))
+        posterior.to_arviz(log_likelihood=torch.zeros(5, 800))
 
 
 def test_wrong_input_is_refused_and_few_samples_are_noticed() -> None:
