@@ -55,10 +55,11 @@ class BayesianModelAverage(SamplerCallback):
     `val/weight_efficiency` is (Σw)²/(S·Σw²), a share in (0, 1]. Before the first sample these metrics are NaN;
     `EarlyStopping` on one of them waits for it, and its patience counts the checks with new samples.
 
-    For each out-of-distribution set (classification only) it adds `ood_<name>_auroc`, for separating its inputs from
-    the evaluation data by predictive entropy; `ood_<name>_entropy`, the mean predictive entropy in nats; and
-    `ood_<name>_brier`, the mean over inputs and classes of the squared probability (Deng et al. 2022, since every
-    class is wrong).
+    For each out-of-distribution set (classification only) it adds `ood_<name>_auroc`, `aupr_out`, `aupr_in` and `fpr95`
+    for separating its inputs from the evaluation data by predictive entropy (`diagnostics.detection_metrics`);
+    `ood_<name>_max_probability_auroc` and `mutual_information_auroc` by these; `ood_<name>_entropy`, the mean
+    predictive entropy in nats; and `ood_<name>_brier`, the mean over inputs and classes of the squared probability
+    (Deng et al. 2022, since every class is wrong).
 
     Args:
         cycle_weights: "uniform" averages all samples with their own (importance) weights; "harmonic" weighs each cycle

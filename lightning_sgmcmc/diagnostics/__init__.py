@@ -3,13 +3,16 @@
 Pure functions of tensors, and small classes for their results; nothing here depends on a trainer or a module.
 """
 
+from lightning_sgmcmc.diagnostics.acquisition import Acquisition, batch_bald
 from lightning_sgmcmc.diagnostics.decisions import (
+    SelectiveThreshold,
     agreement,
     aurc,
     class_scores,
     conformal_threshold,
     risk_at_coverage,
     risk_coverage,
+    selective_threshold,
     total_variation,
 )
 from lightning_sgmcmc.diagnostics.draws import (
@@ -24,9 +27,11 @@ from lightning_sgmcmc.diagnostics.draws import (
     within_groups,
 )
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
+from lightning_sgmcmc.diagnostics.joint import JointScore, joint_nll
 from lightning_sgmcmc.diagnostics.scores import (
     brier_score,
     classification_metrics,
+    detection_metrics,
     gaussian_mixture_crps,
     interval_score,
     out_of_distribution_metrics,
@@ -41,28 +46,34 @@ from lightning_sgmcmc.health.report import HealthReport, RunMeasures, Temperatur
 from lightning_sgmcmc.health.verdict import RunFacts
 
 __all__ = [
+    "Acquisition",
     "ChainDiagnostics",
     "ChainGrid",
     "Finding",
     "FindingKind",
     "HealthReport",
+    "JointScore",
     "RunFacts",
     "RunMeasures",
+    "SelectiveThreshold",
     "Temperatures",
     "agreement",
     "assess",
     "aurc",
     "autocorrelation",
     "autocorrelation_time",
+    "batch_bald",
     "brier_score",
     "chain_diagnostics",
     "class_scores",
     "classical_scaling",
     "classification_metrics",
     "conformal_threshold",
+    "detection_metrics",
     "gaussian_mixture_crps",
     "interpolate",
     "interval_score",
+    "joint_nll",
     "normalised_weights",
     "out_of_distribution_metrics",
     "pit_histogram",
@@ -72,6 +83,7 @@ __all__ = [
     "risk_at_coverage",
     "risk_coverage",
     "sample_crps",
+    "selective_threshold",
     "squared_distances",
     "total_variation",
     "weight_efficiency",

@@ -1,8 +1,10 @@
 """Decisions on predictions, fitted on held data: calibration, conformal sets, abstention, stacking, agreement."""
 
 import math
+from typing import NamedTuple
 
 import torch
+from scipy import special
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_within
@@ -159,6 +161,72 @@ def risk_at_coverage(probabilities: Tensor, target: Tensor, coverage: float = 0.
 def _errors(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     largest, predicted = probabilities.max(-1)
     return -largest, (predicted != whole_labels(target)).float()
+
+
+class SelectiveThreshold(NamedTuple):
+    """Predictions of an uncertainty below the threshold have a risk of at most `bound`, with a stated confidence.
+
+    Attributes:
+        threshold: of the uncertainty; +∞ answers all.
+        bound: the upper confidence bound of the risk of the answered.
+        coverage: the share of the calibration data that is answered.
+    """
+
+    threshold: float
+    bound: float
+    coverage: float
+
+
+COVERAGE_STEPS = 20
+"""Coverages among which a threshold is chosen, each of which is a test."""
+
+
+def selective_threshold(
+    uncertainty: Tensor, wrong: Tensor, risk: float, confidence: float = 0.95
+) -> SelectiveThreshold | None:
+    """Return the threshold that answers the largest share of inputs at a stated risk; None if no share has it.
+
+        P(P(wrong | uncertainty < threshold) ≤ risk) ≥ confidence   for data drawn independently from one law
+
+    The shares 5 %, 10 %, …, 100 % are tested, each by the exact binomial bound (Clopper & Pearson 1934) of the error
+    rate of the data below that quantile of the uncertainties, at the confidence 1 - (1 - confidence)/20.
+
+    Args:
+        uncertainty: of calibration data, shape (n,).
+        wrong: whether each prediction is wrong, shape (n,).
+        risk: the largest probability that an answered prediction is wrong, in (0, 1).
+        confidence: the probability, over calibration data, that the risk is at most this, in (0, 1).
+
+    Source: Geifman & El-Yaniv 2017, algorithm 1; Angelopoulos et al. 2021 (Learn then test).
+
+    >>> u = torch.linspace(0, 1, 1000)
+    >>> selective_threshold(u, u > 0.8, risk=0.05).coverage
+    0.8
+    """
+    check_within("risk", risk, "(0, 1)")
+    check_within("confidence", confidence, "(0, 1)")
+    values, wrong = widest(uncertainty), wrong.bool()
+    ordered = values.sort().values
+    for step in range(COVERAGE_STEPS, 0, -1):
+        # Given a quantile, the data below it are independent draws from the law below it, which makes the bound exact.
+        rank = len(values) * step // COVERAGE_STEPS
+        threshold = math.inf if step == COVERAGE_STEPS else float(ordered[rank])
+        below = values < threshold
+        bound = error_bound(int((below & wrong).sum()), int(below.sum()), 1 - (1 - confidence) / COVERAGE_STEPS)
+        if bound <= risk:
+            return SelectiveThreshold(threshold, bound, float(widest(below).mean()))
+    return None
+
+
+def error_bound(errors: int, count: int, confidence: float) -> float:
+    """Return the upper confidence bound of a probability that has occurred `errors` times in `count` trials.
+
+    Source: Clopper & Pearson 1934.
+
+    >>> round(error_bound(0, 59, 0.95), 4)
+    0.0495
+    """
+    return 1.0 if errors == count else float(special.betaincinv(errors + 1, count - errors, confidence))
 
 
 # -- stacking ----------------------------------------------------------------------------------------------------------

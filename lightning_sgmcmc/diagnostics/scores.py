@@ -4,7 +4,12 @@ import math
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    binary_average_precision,
+    binary_specificity_at_sensitivity,
+    multiclass_accuracy,
+)
 
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.draws import CONFIDENCE, percentile_interval, resampled_means
@@ -177,26 +182,66 @@ def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, T
     }
 
 
-def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
+def detection_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
+    """Return how well a score separates inputs from elsewhere (unknown), which should have the larger score.
+
+    `auroc`: the probability that an unknown input has the larger score (ties count half). `aupr_out`, `aupr_in`: the
+    average precision of finding the unknown inputs, and of finding the known ones, which depend on how many there are
+    of each. `fpr95`: the share of unknown inputs below a threshold that 95 % of the known ones are below.
+
+    Args:
+        known: scores of inputs like the training data, shape (n,).
+        unknown: scores of inputs from elsewhere, shape (m,).
+
+    Raises:
+        ValueError: if there are none of one of them. With a score that is NaN, all are NaN.
+
+    Source: Hendrycks & Gimpel 2017; Liang et al. 2018 (ODIN), for the false positive rate at 95 % true positives.
+
+    >>> {name: float(value) for name, value in detection_metrics(torch.tensor([0.1, 0.2]), torch.tensor([0.3])).items()}
+    {'auroc': 1.0, 'aupr_out': 1.0, 'aupr_in': 1.0, 'fpr95': 0.0}
+    """
+    scores = torch.cat([known, unknown]).cpu()
+    if not len(known) or not len(unknown):
+        raise ValueError(f"detection needs scores of both kinds, got {len(known)} known and {len(unknown)} unknown")
+    if bool(scores.isnan().any()):
+        return dict.fromkeys(("auroc", "aupr_out", "aupr_in", "fpr95"), scores.new_tensor(math.nan))
+    is_unknown = torch.arange(len(scores)) >= len(known)
+    # Torchmetrics takes numbers in [0, 1]; the order of the scores is all that counts.
+    places = widest(scores.unique(return_inverse=True)[1]) / len(scores)
+    specificity, _ = binary_specificity_at_sensitivity(1 - places, (~is_unknown).long(), min_sensitivity=0.95)
+    return {
+        "auroc": binary_auroc(places, is_unknown.long()),
+        "aupr_out": binary_average_precision(places, is_unknown.long()),
+        "aupr_in": binary_average_precision(1 - places, (~is_unknown).long()),
+        "fpr95": 1 - specificity,
+    }
+
+
+def out_of_distribution_metrics(
+    known: Tensor, unknown: Tensor, sample_entropies: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Return how well predictions detect inputs from another distribution, for which every class is wrong.
 
-    `auroc`: for detection by predictive entropy, the probability that an unknown input has the higher entropy (ties
-    count half). `entropy`: their mean predictive entropy in nats. `brier`: the mean over inputs and classes of the
-    squared probability, 1/n·Σ_i 1/K·Σ_k p_ik², between 1/K² (uniform) and 1/K (certain).
+    `auroc`, `aupr_out`, `aupr_in`, `fpr95`: for detection by predictive entropy, see `detection_metrics`.
+    `max_probability_auroc`: by the largest probability. `mutual_information_auroc`: by the mutual information, if
+    sample_entropies are given. `entropy`: the mean predictive entropy of the unknown in nats. `brier`: the mean over
+    inputs and classes of the squared probability, 1/n·Σ_i 1/K·Σ_k p_ik², between 1/K² (uniform) and 1/K (certain).
 
     Args:
         known: probabilities of the evaluation data, shape (n, K).
         unknown: probabilities of the out-of-distribution data, shape (m, K).
+        sample_entropies: the mean over samples of their entropies, of both, shapes (n,) and (m,).
 
     Source: Deng et al. 2022 (ICSGLD), section 5.3; the Brier score as in the authors' code.
     """
-    entropies = torch.cat([predictive_entropy(known), predictive_entropy(unknown)]) / math.log(known.shape[-1])
-    labels = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))]).long().to(entropies.device)
-    return {
-        "auroc": binary_auroc(entropies.clamp(0, 1), labels),
-        "entropy": predictive_entropy(unknown).mean(),
-        "brier": unknown.square().mean(),
-    }
+    entropies = [predictive_entropy(known), predictive_entropy(unknown)]
+    found = detection_metrics(*entropies)
+    found["max_probability_auroc"] = detection_metrics(*(-p.max(-1).values for p in (known, unknown)))["auroc"]
+    if sample_entropies is not None:
+        information = ((own - each).clamp_min(0) for own, each in zip(entropies, sample_entropies, strict=True))
+        found["mutual_information_auroc"] = detection_metrics(*information)["auroc"]
+    return found | {"entropy": entropies[1].mean(), "brier": unknown.square().mean()}
 
 
 def calibration_error(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_BINS) -> Tensor:

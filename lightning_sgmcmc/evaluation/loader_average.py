@@ -572,5 +572,6 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
-    metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"])
+    per_sample = (known["sample_entropy"], unknown["sample_entropy"]) if "sample_entropy" in known else None
+    metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"], per_sample)
     return {f"ood_{name}_{metric}": float(value) for metric, value in metrics.items()}

@@ -18,7 +18,16 @@ from lightning_sgmcmc.namespace import pl, rank_zero_warn
 
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
 NAME = re.compile(r"[\w.-]+")
-METRICS = ("auroc", "entropy", "brier")
+METRICS = (
+    "auroc",
+    "aupr_out",
+    "aupr_in",
+    "fpr95",
+    "max_probability_auroc",
+    "mutual_information_auroc",
+    "entropy",
+    "brier",
+)
 
 
 class OutOfDistributionData:

@@ -230,6 +230,10 @@ class Likelihood(nn.Module):
         """
         return None
 
+    def energy(self, output: Tensor) -> Tensor | None:
+        """Return a score of each input that is larger the less the network knows it, shape (n,); None without one."""
+        return None
+
     # -- the distribution ---------------------------------------------------------------------------------------------
 
     def law(self, output: Tensor) -> Distribution:

@@ -108,6 +108,10 @@ class Categorical(ClassLikelihood):
     def probabilities(self, output: Tensor) -> Tensor:
         return at_least_float32(output).softmax(-1)
 
+    def energy(self, output: Tensor) -> Tensor | None:
+        """Return -log Σ_k exp(output_k), shape (n,) (Liu et al. 2020, Energy-based out-of-distribution detection)."""
+        return -at_least_float32(output).logsumexp(-1)
+
 
 class Bernoulli(ClassLikelihood):
     """Two classes: the network's output is one logit, p(y=1|x,θ) = sigmoid(output).

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,8 @@ from torch import Tensor
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.samples import SampleRecord
-from lightning_sgmcmc.checks import check_choice, check_within
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
-from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -26,6 +24,7 @@ from lightning_sgmcmc.posterior.manifest import home_of
 from lightning_sgmcmc.posterior.predictive import average_scores, not_finite
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import (
+    ON_REQUEST,
     ClassPrediction,
     CountPrediction,
     MultiLabelPrediction,
@@ -34,7 +33,6 @@ from lightning_sgmcmc.predictions import (
 )
 from lightning_sgmcmc.predictions.mixture import tempered
 from lightning_sgmcmc.predictions.prediction import of_both
-from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import widest
 
@@ -139,7 +137,8 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
 
 def check_predictions(prediction: Prediction, what: str) -> None:
     """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless."""
-    count = int(not_finite(prediction.parts).sum())
+    parts = {name: part for name, part in prediction.parts.items() if not name.startswith(ON_REQUEST)}
+    count = int(not_finite(parts).sum())
     if count:
         raise ValueError(
             f"{what} needs finite predictions, and {count} of {len(prediction)} are NaN or infinite: remove inputs "
@@ -165,6 +164,48 @@ def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
             "or a list of batches, [(x, y)]"
         )
     return data
+
+
+def predictions_with_targets(
+    posterior: Any, model: EnergyModel, data: Any, what: str, return_samples: bool = False
+) -> Iterator[tuple[Prediction, Tensor]]:
+    """Yield the prediction of each batch and its targets: labels (n,), -1 where one is
+    missing, or numbers (n, D) in the data's units, NaN where one is missing.
+
+    Raises:
+        ValueError: if there are no data, or a prediction is not finite.
+        TypeError: if the predictive is neither of one class nor of numbers for each input.
+    """
+    likelihood, scaling, found = model.likelihood, posterior.store.scaling, False
+    for batch in map(posterior.columns.received, batches_of(data, posterior.columns, what)):
+        found = True
+        prediction = posterior.predict([batch], return_samples)
+        check_predictions(prediction, what)
+        target = as_tensor("the target", model.inputs_and_target(batch)[1])
+        if isinstance(prediction, ClassPrediction) and prediction.probabilities.dim() == 2:
+            known = None if likelihood is None else likelihood.observed(target)
+            read = getattr(likelihood, "labels", Tensor.long)
+            labels = read(target if known is None else target.masked_fill(~known.reshape(target.shape), 0))
+            labels = labels.long().reshape(-1).to(prediction.probabilities.device)
+            yield prediction, labels if known is None else labels.masked_fill(~known.to(labels.device), -1)
+        elif isinstance(prediction, RegressionPrediction):
+            entries = None if likelihood is None else likelihood.observed_entries(target)
+            numbers = widest(target.to(prediction.mean.device)).reshape(prediction.mean.shape)
+            if scaling is not None:
+                numbers = numbers * numbers.new_tensor(scaling.std) + numbers.new_tensor(scaling.mean)
+            yield (
+                prediction,
+                numbers
+                if entries is None
+                else numbers.masked_fill(~entries.reshape(numbers.shape).to(numbers.device), torch.nan),
+            )
+        else:
+            raise TypeError(
+                f"{what} needs a class or numbers of each input, and {type(likelihood).__name__} predicts a "
+                f"{type(prediction).__name__}"
+            )
+    if not found:
+        raise ValueError(f"{what} needs calibration data, and the loader has none: pass a loader with some batches")
 
 
 def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:
@@ -211,132 +252,3 @@ def saved_calibration(store: SampleStore) -> Calibration | None:
         rank_zero_warn(f"{path} is not used, since it was fitted for other samples: calibrate again.")
         return None
     return calibration
-
-
-# -- conformal ---------------------------------------------------------------------------------------------------------
-
-
-Method = Literal["threshold", "adaptive"]
-
-
-@dataclass(frozen=True)
-class ConformalPrediction:
-    """Sets or intervals with guaranteed coverage.
-
-    Attributes:
-        prediction: the predictive that they are made of.
-        sets: for classes, whether each class is in the set, shape (n, K); else None.
-        low, high: for numbers, the ends of the intervals, shape (n, D); else None.
-    """
-
-    prediction: Prediction
-    sets: Tensor | None = None
-    low: Tensor | None = None
-    high: Tensor | None = None
-
-    def contains(self, target: Tensor) -> Tensor:
-        """Return whether each target is in its set, shape (n,), or its intervals, (n, D).
-
-        Args:
-            target: labels (n,), or numbers (n, D) or (n,) in the units of the prediction.
-        """
-        target = as_tensor("target", target)
-        if self.sets is not None:
-            return self.sets.gather(1, target.long().reshape(-1, 1).to(self.sets.device))[:, 0]
-        assert self.low is not None
-        assert self.high is not None
-        target = target.reshape(self.low.shape).to(self.low)
-        return (self.low <= target) & (target <= self.high)
-
-
-@dataclass(frozen=True, eq=False)
-class Conformal:
-    """Makes sets or intervals of predictions; see `Posterior.conformal`.
-
-    Attributes:
-        posterior: the `Posterior`.
-        threshold: the calibrated nonconformity: shape () for classes, (D,) for numbers.
-        level: the guaranteed coverage.
-        method: of class sets.
-        seed: of the draws of adaptive sets.
-        count: number of calibration data.
-    """
-
-    posterior: Any
-    threshold: Tensor
-    level: float
-    method: Method
-    seed: int
-    count: int
-
-    def __repr__(self) -> str:
-        return f"Conformal(level={self.level}, method={self.method!r}, calibration data={self.count})"
-
-    def predict(self, x: Any) -> ConformalPrediction:
-        """Return sets or intervals for inputs, in the units of `Posterior.predict`.
-
-        Args:
-            x: inputs, as `Posterior.predict` takes them.
-        """
-        prediction: Prediction = self.posterior.predict(x)
-        if isinstance(prediction, ClassPrediction):
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, "conformal", "predict"))
-            scores = _scores_of_classes(widest(prediction.probabilities), self.method, generator)
-            return ConformalPrediction(prediction, sets=scores <= self.threshold.to(scores))
-        width = self.threshold.to(prediction.std) * prediction.std
-        return ConformalPrediction(prediction, low=prediction.mean - width, high=prediction.mean + width)
-
-
-def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, method: Method, seed: int) -> Conformal:
-    """Return the sets or intervals whose threshold the calibration data determine; see `Posterior.conformal`."""
-    check_within("level", level, "(0, 1)")
-    check_choice("method", method, ("threshold", "adaptive"))
-    batches: Iterable[Any] = batches_of(data, posterior.columns, "conformal")
-    scores = []
-    standardised = posterior.standardised()
-    generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", "fit"))
-    for batch in map(posterior.columns.received, batches):
-        prediction = standardised.predict([batch])
-        check_predictions(prediction, "conformal")
-        target = as_tensor("the target", model.inputs_and_target(batch)[1])
-        scores.append(_scores(prediction, target, model.likelihood, method, generator).cpu())
-    if not scores:
-        raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
-    joined = torch.cat(scores)
-    if joined.dim() == 1 or not bool(joined.isnan().any()):
-        threshold = decisions.conformal_threshold(joined, level)
-    else:  # a number that is not observed is NaN
-        observed = (each[~each.isnan()] for each in joined.unbind(1))
-        threshold = torch.stack([decisions.conformal_threshold(each, level) for each in observed])
-    return Conformal(posterior, threshold, level, method, seed, len(joined))
-
-
-def _scores_of_classes(probabilities: Tensor, method: Method, generator: torch.Generator) -> Tensor:
-    if method == "threshold":
-        return decisions.class_scores(probabilities, False, None)
-    u = torch.rand(len(probabilities), generator=generator, dtype=torch.float64)
-    return decisions.class_scores(probabilities, True, u.to(probabilities))
-
-
-def _scores(
-    prediction: Prediction, target: Tensor, likelihood: Likelihood | None, method: Method, generator: torch.Generator
-) -> Tensor:
-    if isinstance(prediction, ClassPrediction) and prediction.probabilities.dim() == 2:
-        probabilities = widest(prediction.probabilities)
-        known = None if likelihood is None else likelihood.observed(target)
-        if known is not None:
-            probabilities, target = probabilities[known.to(probabilities.device)], target[known]
-        read = getattr(likelihood, "labels", Tensor.long)
-        labels = read(target).long().to(probabilities.device)
-        return _scores_of_classes(probabilities, method, generator).gather(1, labels[:, None])[:, 0]
-    if isinstance(prediction, RegressionPrediction):
-        mean, std = widest(prediction.mean), widest(prediction.std)
-        target = target.to(mean)
-        entries = None if likelihood is None else likelihood.observed_entries(target)
-        target = target if entries is None else target.masked_fill(~entries, torch.nan)
-        errors = (target.reshape(mean.shape) - mean).abs() / std
-        return errors[~errors.isnan().all(1)]
-    raise TypeError(
-        f"conformal makes sets of classes or intervals of numbers, and {type(likelihood).__name__} predicts a "
-        f"{type(prediction).__name__}"
-    )

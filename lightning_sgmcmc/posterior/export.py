@@ -61,6 +61,7 @@ def to_inference_data(
     parameters: Sequence[str] | None = None,
     predictions: Mapping[str, Tensor] | None = None,
     max_elements: int = SMALL,
+    log_likelihood: Tensor | None = None,
 ) -> Any:
     """Return the samples as ArviZ's container; see `Posterior.to_arviz`."""
     arviz = import_arviz()
@@ -82,10 +83,12 @@ def to_inference_data(
         "log_weight": comparable_log_weights(records).tolist(),
     }
     chosen = choose_parameters(store.shapes(0), parameters, max_elements)
+    densities = {} if log_likelihood is None else {"y": log_likelihood}
     groups = {
         "posterior": parameter_draws(store, grid, chosen),
         "sample_stats": {name: grid.arrange(values) for name, values in stats.items()},
-        "posterior_predictive": _predictions(predictions or {}, len(store), grid),
+        "posterior_predictive": _of_samples("predictions", predictions or {}, grid, len(store)),
+        "log_likelihood": _of_samples("log_likelihood", densities, grid, len(store)),
     }
     groups = {name: group for name, group in groups.items() if group}
     made_by = {"inference_library": "lightning-sgmcmc", "inference_library_version": version("lightning-sgmcmc")}
@@ -117,14 +120,14 @@ def parameter_draws(store: SampleStore, grid: ChainGrid, names: Sequence[str]) -
     return {name: np.stack([d[name].numpy() for d in drawn]).reshape(*leading, *drawn[0][name].shape) for name in names}
 
 
-def _predictions(predictions: Mapping[str, Tensor], count: int, grid: ChainGrid) -> dict[str, np.ndarray]:
-    for name, values in predictions.items():
+def _of_samples(argument: str, given: Mapping[str, Tensor], grid: ChainGrid, count: int) -> dict[str, np.ndarray]:
+    for name, values in given.items():
         if values.dim() == 0 or len(values) != count:
             raise ValueError(
-                f"predictions[{name!r}] has shape {tuple(values.shape)}, but its first axis should be the "
-                f"{count} samples: pass those of posterior.predict(x, return_samples=True)"
+                f"{argument}[{name!r}] has shape {tuple(values.shape)}, but its first axis should be the {count} "
+                "samples: pass those of posterior.predict(x, return_samples=True), or posterior.log_likelihood(data)"
             )
-    plain = {name: values.detach().cpu() for name, values in predictions.items()}
+    plain = {name: values.detach().cpu() for name, values in given.items()}
     return {name: grid.arrange(v.float() if v.dtype == torch.bfloat16 else v) for name, v in plain.items()}
 
 

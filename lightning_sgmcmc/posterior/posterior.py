@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,13 +16,8 @@ from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import (
-    Conformal,
-    fit_calibration,
-    fit_conformal,
-    save_calibration,
-    saved_calibration,
-)
+from lightning_sgmcmc.posterior.calibration import fit_calibration, save_calibration, saved_calibration
+from lightning_sgmcmc.posterior.decisions import Decisions
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
@@ -36,7 +31,6 @@ from lightning_sgmcmc.posterior.predictive import (
     with_new_statistics,
 )
 from lightning_sgmcmc.posterior.scores import evaluate_samples
-from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact
@@ -45,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Posterior(StoredSamples):
+class Posterior(Decisions):
     """Samples of a posterior and their predictions.
 
     Iterating yields `PosteriorSample`s in the order of drawing, read from disk one at a time.
@@ -351,32 +345,6 @@ class Posterior(StoredSamples):
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen
-
-    def conformal(
-        self, data: Any, level: float = 0.9, method: Literal["threshold", "adaptive"] = "threshold", seed: int = 0
-    ) -> Conformal:
-        """Return prediction sets or intervals that contain the truth with a guaranteed probability.
-
-            P(y ∈ C(x)) ≥ level   for data exchangeable with the calibration data, whatever the predictive is worth
-
-        The guarantee is over calibration and new data together, not for each x; a better predictive makes the sets
-        smaller. Classes have sets, numbers have intervals mean ± q·std, each of D numbers with the level.
-
-        Args:
-            data: calibration data with targets, used neither in the fit nor in `calibrate`: a loader, a list of
-                batches as in training, or a datamodule, whose validation data are used.
-            level: the probability, in (0, 1).
-            method: for classes: "threshold" has the smallest sets, {k: p_k ≥ 1 - q}; "adaptive" has larger sets where
-                the predictive is unsure, for coverage that is more even over data.
-            seed: of the draws by which adaptive sets have exact coverage.
-
-        Raises:
-            ValueError: if there are no data, or level or method is out of range.
-            TypeError: if the likelihood predicts neither classes nor numbers.
-
-        Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
-        """
-        return fit_conformal(self, self._ready_model(), data, level, method, seed)
 
     def distill(
         self,

@@ -291,18 +291,23 @@ def ready_samples(known: ReadySamples | None, store: SampleStore, model: EnergyM
     return known if known.records == store.records else ReadySamples(store, model)
 
 
+def states_in_place(model: EnergyModel, samples: Iterable[PosteriorSample]) -> Iterator[dict[str, Tensor]]:
+    """Yield each sample's own tensors on a model's device, while the model has what the samples have in common."""
+    holder = Holder(model)
+    for sample in samples:
+        check_sample(sample, model)
+        with holder.holding(sample.shared):
+            yield {name: tensor.to(model.device) for name, tensor in sample.own_state.items()}
+
+
 def average_scores(
     model: EnergyModel, samples: Iterable[PosteriorSample], log_weights: Sequence[float], batches: Sequence[Any]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the likelihood's terms, averaged over samples, and the targets of batches on the model's device."""
     average, target = WeightedAverage(), torch.empty(0)
-    holder = Holder(model)
     with evaluation_mode(model):
-        for sample, log_weight in zip(samples, log_weights, strict=True):
-            check_sample(sample, model)
-            state = {name: tensor.to(model.device) for name, tensor in sample.own_state.items()}
-            with holder.holding(sample.shared):
-                terms, _, found = of_observed(model, evaluate(model, state, batches))
+        for state, log_weight in zip(states_in_place(model, samples), log_weights, strict=True):
+            terms, _, found = of_observed(model, evaluate(model, state, batches))
             assert found is not None  # the model has a likelihood
             average.add(terms, torch.empty(0, device=model.device), log_weight)
             target = found
@@ -325,6 +330,12 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
                 state = new_statistics(model, state, inputs, caller.call)
             store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
     return store
+
+
+def network_inputs(model: EnergyModel, store: SampleStore, x: Any) -> Iterator[Any]:
+    """Yield inputs batch by batch as the network receives them, from what `Posterior.predict` takes."""
+    inputs = _inputs_alone(batches_in(x, model.accepted_arguments), model)
+    return _on(inputs, model.device, dtype_of(store[0].parameters), store.columns.inputs)
 
 
 def not_finite(terms: Mapping[str, Tensor]) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.chains.execution import evaluation_mode
-from lightning_sgmcmc.chains.starts import Holder
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage, UserMetrics, group_metrics
 from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.calibration import batches_of
-from lightning_sgmcmc.posterior.predictive import check_sample
+from lightning_sgmcmc.posterior.predictive import states_in_place
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.tables import TargetScaling
 
@@ -35,19 +35,16 @@ def evaluate_samples(
         as_tensors(store.columns.received(batch), model.device, dtype)
         for batch in batches_of(data, store.columns, "evaluate")
     ]
-    scaling, average, holder = store.scaling or TargetScaling(), LoaderAverage("uniform", user), Holder(model)
+    scaling, average = store.scaling or TargetScaling(), LoaderAverage("uniform", user)
     observed: Tensor | None = None
     with evaluation_mode(model):
-        for sample, log_weight in zip(store, log_weights, strict=True):
-            check_sample(sample, model)
-            state = {name: tensor.to(model.device) for name, tensor in sample.own_state.items()}
-            with holder.holding(sample.shared):
-                scores = evaluate(model, state, batches)
+        for record, log_weight, state in zip(store.records, log_weights, states_in_place(model, store), strict=True):
+            scores = evaluate(model, state, batches)
             target = scores[2]
             if observed is None:
                 known = None if target is None or model.likelihood is None else model.likelihood.observed(target)
                 observed = torch.ones(len(scores[1]), dtype=torch.bool) if known is None else known.cpu()
-            sample.log_weight, sample.comparable = log_weight, True
+            sample = PosteriorSample(record.step, record.cycle, record.chain, record.energy, log_weight)
             average.add(model, sample, of_observed(model, scores), scaling, 0.0, {})
     evaluation = average.evaluation
     if group is not None and observed is not None:

@@ -363,6 +363,7 @@ class StoredSamples:
         parameters: Sequence[str] | None = None,
         predictions: Mapping[str, Tensor] | None = None,
         max_elements: int = SMALL,
+        log_likelihood: Tensor | None = None,
     ) -> Any:
         """Return the samples as ArviZ's container: an `InferenceData` (ArviZ 0.x) or a `DataTree` (from 1.0).
 
@@ -372,7 +373,8 @@ class StoredSamples:
 
         The groups: `posterior` holds the chosen parameters by their names in the network. `sample_stats` holds `energy`
         (the mini-batch estimate Ũ, in nats), `lp` = -Ũ (ArviZ's name for the log density at temperature 1, up to a
-        constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions.
+        constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions, `log_likelihood` the
+        log densities `y`, which `arviz.loo` needs.
 
         Args:
             parameters: names, or shell patterns ("net.0.*"). None exports those of at most `max_elements` numbers.
@@ -380,6 +382,7 @@ class StoredSamples:
                 mixing than energies and predictions do.
             predictions: each sample's predictions by name, shape (S, …) in the order of the samples.
             max_elements: see `parameters`.
+            log_likelihood: that of each datum by each sample, shape (S, n), from `posterior.log_likelihood(data)`.
 
         Example::
 
@@ -387,7 +390,7 @@ class StoredSamples:
             data = posterior.to_arviz(predictions={"probabilities": prediction.sample_probabilities})
             arviz.summary(data, group="posterior_predictive")
         """
-        return to_inference_data(self.store, parameters, predictions, max_elements)
+        return to_inference_data(self.store, parameters, predictions, max_elements, log_likelihood)
 
 
 # -- thinning ----------------------------------------------------------------------------------------------------------

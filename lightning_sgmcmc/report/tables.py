@@ -25,8 +25,8 @@ from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html import Cell, Table, is_finite, number
 from lightning_sgmcmc.report.run_record import ResultRow, RunError, RunRecord
 
-HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
-LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
+HIGHER_IS_BETTER = ("accuracy", "auroc", "aupr_out", "aupr_in", "log_likelihood")
+LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error", "fpr95")
 SHORT_TABLE = 12
 """Longer tables of samples are folded."""
 FALSE_ALARM_RATE = 0.01

@@ -1,0 +1,228 @@
+"""What a posterior is for: joint scores, sets with a guarantee, abstention, labels to ask for, rollouts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.acquisition import Acquisition
+from lightning_sgmcmc.diagnostics.joint import JointScore
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior import acquisition, conformal, densities, selective
+from lightning_sgmcmc.posterior.detection import Detection, detect
+from lightning_sgmcmc.posterior.rollout import rolled_out
+from lightning_sgmcmc.posterior.stored import StoredSamples
+from lightning_sgmcmc.predictions import Prediction
+
+
+class Decisions(StoredSamples):
+    """The part of a `Posterior` that decides by its predictions."""
+
+    def predict(self, x: Any, return_samples: bool = False) -> Prediction:
+        """Average the predictive distribution over the samples with their weights."""
+        raise NotImplementedError
+
+    def _ready_model(self) -> EnergyModel:
+        raise NotImplementedError
+
+    # -- scores -------------------------------------------------------------------------------------------------------
+
+    def log_likelihood(self, data: Any) -> Tensor:
+        """Return log p(y_i | x_i, θ_s) of each datum by each sample, in nats, float64 (S, n), for ArviZ's `loo`.
+
+        Densities are in the data's units. Data without an observed target are left out. A calibration does not count,
+        since it is of the average. Samples are in their order; their `weights` are not included.
+
+        Args:
+            data: data with targets, as `calibrate` takes them.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            ValueError: if there are no data.
+
+        Example::
+
+            densities = posterior.log_likelihood(torch.utils.data.DataLoader(data, 64))  # the training data
+            arviz.loo(posterior.to_arviz(log_likelihood=densities))
+        """
+        return densities.log_densities(self._ready_model(), self.store, data, "log_likelihood").values
+
+    def joint_nll(
+        self, data: Any, tau: int = 10, sampling: densities.Sampling | None = None, seed: int = 0
+    ) -> JointScore:
+        """Return the joint NLL of groups of τ data, in nats per input, with its standard error.
+
+            -1/τ·log Σ_s w_s·Π_(t≤τ) p(y_t | x_t, θ_s)
+
+        It scores whether the samples know how errors go together, which the ordinary NLL (τ = 1) does not see. Groups
+        have no data in common. Densities are in the data's units. A calibration does not count, since it is of the
+        average over samples.
+
+        Args:
+            data: test data with targets: a loader, a list of batches, or a datamodule, whose validation data are used.
+            tau: inputs in a group.
+            sampling: "dyadic" draws a group, with replacement, from two data by chance, as published; it repeats a
+                datum's target too, so it is for targets without noise. "nearest" takes the data nearest to two by
+                chance. "random" takes τ by chance, of which few are related. None is "dyadic" for classes, and
+                "nearest" for numbers.
+            seed: of the choice of groups.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            ValueError: if there are fewer than τ data (2 for "dyadic").
+
+        Source: Osband et al. 2022 (Evaluating high-order predictive distributions in deep learning).
+        """
+        return densities.joint_score(self._ready_model(), self.store, self.weights, data, tau, sampling, seed)
+
+    def detect(self, known: Any, unknown: Any) -> Detection:
+        """Return how well each score of the predictions separates inputs from elsewhere from known ones.
+
+        Classes have "entropy", "max_probability" (its negative), "mutual_information" and, with `Categorical`,
+        "energy", the mean over samples of -log Σ_k exp(logit_k). A constant added to all logits changes the energy
+        alone, so it is as good as the prior holds them. Numbers have "std" and "epistemic_std". Larger is stranger.
+
+        Args:
+            known: inputs like the training data, not used in the fit, as `predict` takes them.
+            unknown: inputs from elsewhere.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            ValueError: if a prediction is not finite, or there are no inputs.
+            TypeError: if the predictive is neither of one class nor of numbers for each input.
+
+        Source: Hendrycks & Gimpel 2017; Liu et al. 2020 (energy); Smith & Gal 2018 (mutual information).
+        """
+        return detect(self, self._ready_model(), known, unknown)
+
+    # -- guarantees ---------------------------------------------------------------------------------------------------
+
+    def conformal(
+        self, data: Any, level: float = 0.9, method: conformal.Method = "threshold", seed: int = 0
+    ) -> conformal.Conformal:
+        """Return prediction sets or intervals that contain the truth with a guaranteed probability.
+
+            P(y ∈ C(x)) ≥ level   for data exchangeable with the calibration data, whatever the predictive is worth
+
+        The guarantee is over calibration and new data together, not for each x; a better predictive makes the sets
+        smaller. Classes have sets, numbers have intervals, each of D numbers with the level.
+
+        Args:
+            data: calibration data with targets, used neither in the fit nor in `calibrate`: a loader, a list of
+                batches as in training, or a datamodule, whose validation data are used.
+            level: the probability, in (0, 1).
+            method: for classes, "threshold" has the smallest sets, {k: p_k ≥ 1 - q}; "adaptive" has larger sets where
+                the predictive is unsure, for coverage that is more even over data; "class-conditional" has a threshold
+                by class, for the level in every class, P(y ∈ C(x) | y) ≥ level. For numbers, "threshold" has mean ±
+                q·std; "quantile" has the predictive's own interval of this level, wider or narrower by q, which follows
+                skewed predictives.
+            seed: of the draws by which adaptive sets have exact coverage.
+
+        Raises:
+            ValueError: if there are no data, level is out of range, or method is not for such predictions.
+            TypeError: if the likelihood predicts neither classes nor numbers.
+
+        Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020; Vovk 2012 (class-conditional); Romano et al.
+        2019 (Conformalized quantile regression).
+        """
+        return conformal.fit_conformal(self, self._ready_model(), data, level, method, seed)
+
+    def selective(
+        self,
+        data: Any,
+        risk: float = 0.05,
+        confidence: float = 0.95,
+        score: selective.Score | None = None,
+        tolerance: float | Sequence[float] | None = None,
+    ) -> selective.Selective:
+        """Return which predictions to answer so that at most a stated share of the answers is wrong.
+
+            P(P(wrong | answered) ≤ risk) ≥ confidence   over calibration data that are independent draws of one law
+
+        Answered are the inputs whose uncertainty is below a threshold: of 20 shares of the calibration data the largest
+        whose exact binomial bound is below the risk. A better predictive answers more.
+
+        Args:
+            data: calibration data with targets, used neither in the fit nor in `calibrate`, as `conformal` takes them.
+            risk: the largest probability of a wrong answer, in (0, 1).
+            confidence: that the risk holds, in (0, 1).
+            score: the uncertainty: "max_probability", "entropy" or "mutual_information" of classes (None: the first);
+                "std" or "epistemic_std" of numbers (None: the first).
+            tolerance: of numbers, the largest error of one that is right, in the data's units; one for each of several.
+
+        Raises:
+            ValueError: if no share of the data shows the risk, an argument is out of range, or tolerance is missing.
+
+        Source: Geifman & El-Yaniv 2017, algorithm 1; Angelopoulos et al. 2021 (Learn then test).
+        """
+        return selective.fit_selective(self, self._ready_model(), data, risk, confidence, score, tolerance)
+
+    # -- what next ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, pool: Any, k: int, method: acquisition.Method = "batchbald", seed: int = 0) -> Acquisition:
+        """Return the k inputs of a pool whose labels would say most about the parameters.
+
+        "bald" takes the k inputs with the largest mutual information I(y_i; θ) each, and of two equal inputs both.
+        "batchbald" takes one after another by what its label adds, I(y_1, …, y_k; θ). For numbers the information is
+        that of Gaussians with the samples' means and noise, ½·log det(1 + Λ^(-1/2)·C·Λ^(-1/2)).
+
+        Args:
+            pool: inputs, as `predict` takes them; a loader in a fixed order.
+            k: inputs to choose.
+            method: see above; the cost of "batchbald" grows with k times the pool.
+            seed: of the joint labels that "batchbald" draws when there are over 10,000 of them.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            ValueError: if k is more than the pool's inputs, or a prediction is not finite.
+            TypeError: if the predictive is neither of one class nor of numbers for each input.
+
+        Source: Houlsby et al. 2011 (BALD); Kirsch et al. 2019 (BatchBALD).
+
+        Example::
+
+            pool = torch.randn(100, 2)
+            to_label = pool[posterior.acquire(pool, 10).indices]
+        """
+        return acquisition.chosen_of(self.predict(pool, return_samples=True), k, method, seed)
+
+    def rollout(
+        self,
+        x: Any,
+        steps: int,
+        step: Callable[[Tensor, Tensor], Tensor] | None = None,
+        noise: bool = False,
+        seed: int = 0,
+    ) -> Tensor:
+        """Return one trajectory for each sample: its network is applied again and again to its own output.
+
+            y_t = E[y | x_t, θ_s], or with noise a draw,   x_(t+1) = step(x_t, y_t),   s = 1 … S
+
+        A sample that errs keeps erring in its own way, so the trajectories' spread grows as the posterior says. The
+        average's prediction, fed back, would forget that. The samples' `weights` are in the same order. A calibration
+        does not count.
+
+        Args:
+            x: the first inputs (n, …), in the data's units if the store knows the inputs' columns, else as the network
+                receives them.
+            steps: outputs to make.
+            step: returns the next inputs from the inputs and the outputs (n, D), both in the same units as here; None
+                takes the output as the next input.
+            noise: draw each output from the sample's own distribution in place of taking its mean.
+            seed: of the noise.
+
+        Returns:
+            the outputs in the data's units, shape (S, steps, n, D).
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            TypeError: if the likelihood has no distribution of numbers, or x is not one tensor or frame.
+            ValueError: if steps is below 1, or an output is no input and step is None.
+
+        Example::
+
+            members = [torch.nn.Linear(2, 1) for _ in range(5)]  # of two lags of a series
+            posterior = Posterior.from_states(torch.nn.Linear(2, 1), members, Gaussian())
+            paths = posterior.rollout(torch.zeros(3, 2), 24, lambda x, y: torch.cat([x[:, 1:], y], 1))
+        """
+        return rolled_out(self._ready_model(), self.store, x, steps, step, noise, seed)
