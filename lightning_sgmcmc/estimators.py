@@ -1,0 +1,300 @@
+"""Estimators of scikit-learn: fit and predict on tables, with the posterior of a network behind them."""
+
+import copy
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
+from torch import Tensor, nn
+
+from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
+from lightning_sgmcmc.chains.schedule import Schedule
+from lightning_sgmcmc.checks import check_count, check_within
+from lightning_sgmcmc.datamodules import TableDataModule
+from lightning_sgmcmc.datamodules.base import random_split
+from lightning_sgmcmc.datamodules.table import Task
+from lightning_sgmcmc.likelihoods import Categorical, ClassLikelihood, Gaussian, Likelihood
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.namespace import pl
+from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.predictions import Prediction
+from lightning_sgmcmc.predictions.distributions import is_discrete
+from lightning_sgmcmc.priors import FlatPrior, Prior
+from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.tables.arrays import is_categorical, is_frame
+
+__all__ = ["BayesianClassifier", "BayesianRegressor"]
+
+LEAST_EPOCHS, LEAST_STEPS = 100, 4_000
+"""Of a fit without max_epochs: it has both."""
+ROWS = 4_096
+"""Inputs that are predicted at once, with the distribution of each sample."""
+WEIGHTED = (
+    "sample_weight is refused: a datum counts once in a posterior, and a weighted loss has none. Repeat rows that were "
+    "observed several times; for costs of errors choose the decision by predict_proba or posterior_, and for other "
+    "shares of classes in use correct predict_proba by the ratio of the shares"
+)
+
+Self = TypeVar("Self", bound="_BayesianEstimator")
+
+
+class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
+    """What the two estimators share: arguments, the fit, and predictions of rows."""
+
+    posterior_: Posterior
+
+    def __init__(
+        self,
+        net: nn.Module | Callable[[int], nn.Module] | None = None,
+        likelihood: Likelihood | None = None,
+        prior: Prior | float | None = None,
+        hidden: Sequence[int] = (50, 50),
+        max_epochs: int | None = None,
+        batch_size: int = 50,
+        num_chains: int = 4,
+        num_samples: int = 80,
+        validation_fraction: float = 0.1,
+        callbacks: Sequence[pl.Callback] | None = None,
+        module: dict[str, Any] | None = None,
+        trainer: dict[str, Any] | None = None,
+        random_state: int | np.random.RandomState | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.net = net
+        self.likelihood = likelihood
+        self.prior = prior
+        self.hidden = hidden
+        self.max_epochs = max_epochs
+        self.batch_size = batch_size
+        self.num_chains = num_chains
+        self.num_samples = num_samples
+        self.validation_fraction = validation_fraction
+        self.callbacks = callbacks
+        self.module = module
+        self.trainer = trainer
+        self.random_state = random_state
+        self.verbose = verbose
+
+    # -- fit ----------------------------------------------------------------------------------------------------------
+
+    def _sample(self: Self, x: Any, y: Any, likelihood: Likelihood, task: Task, outputs: int) -> Self:
+        """Sample the posterior, given rows that were checked."""
+        self._check_arguments()
+        seed = _seed_of(self.random_state)
+        likelihood = copy.deepcopy(likelihood)
+        with unchanged_generators(()), _quiet(bool(self.verbose)):
+            reseed_everything(derive_seed(seed, "network"))
+            labels = torch.as_tensor(np.unique(y, return_inverse=True)[1]) if task == "classes" else None
+            train, val = _parts(len(y), self.validation_fraction, seed, labels)
+            size = min(self.batch_size, len(train))
+            data = TableDataModule(x, y, size, task=task, splits=(train, val, []))
+            data.setup("fit")
+            net = self._network(data.splits[0].inputs[:2], likelihood.num_outputs(outputs))
+            settings = {"num_chains": self.num_chains, "compile": False, "seed": seed} | (self.module or {})
+            module = BayesianModule(*copy.deepcopy((net, likelihood)), copy.deepcopy(self.prior), **settings)
+            self._trainer(math.ceil(len(train) / size)).fit(module, datamodule=data)
+        if module.posterior is None or len(module.posterior) == 0:
+            raise RuntimeError("the fit drew no samples: pass a larger max_epochs, or a schedule that draws some")
+        self.plan_ = module.plan
+        # A model of its own, since the module belongs to a run, which would be pickled too.
+        store = module.posterior.in_memory().store
+        self.posterior_ = Posterior(store, EnergyModel(net, likelihood, FlatPrior()))
+        return self
+
+    def _check_arguments(self) -> None:
+        for name in ("batch_size", "num_chains", "num_samples"):
+            check_count(name, getattr(self, name), optional=False)
+        check_count("max_epochs", self.max_epochs)
+        check_within("validation_fraction", self.validation_fraction, "(0, 1)")
+
+    def _network(self, inputs: Tensor, outputs: int) -> nn.Module:
+        """Return the network, which gets some inputs to try."""
+        width = inputs.shape[1]
+        if isinstance(self.net, nn.Module):
+            net = copy.deepcopy(self.net)
+        elif self.net is not None:
+            net = self.net(width)
+        else:
+            widths = [width, *self.hidden]
+            layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+            net = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net must be a module, or a function of the number of inputs that returns one, got {net!r}")
+        try:
+            with torch.no_grad():
+                copy.deepcopy(net).eval()(inputs)
+        except RuntimeError as error:
+            raise ValueError(
+                f"net does not accept these data, which have {width} inputs after encoding: pass a function of that "
+                f"number that returns a network ({error})"
+            ) from error
+        return net
+
+    def _trainer(self, batches: int) -> pl.Trainer:
+        own = [copy.deepcopy(callback) for callback in self.callbacks or ()]
+        if not any(isinstance(callback, Schedule) for callback in own):
+            std = float(self.prior) if isinstance(self.prior, int | float) else None
+            own.append(AutoSampling(num_draws=math.ceil(self.num_samples / self.num_chains), prior_std=std))
+        if not any(isinstance(callback, SampleCollector) for callback in own):
+            own.append(SampleCollector(in_memory=True))
+        epochs = self.max_epochs or max(LEAST_EPOCHS, math.ceil(LEAST_STEPS / batches))
+        silent = ("logger", "enable_checkpointing", "enable_model_summary")
+        settings = {"max_epochs": epochs, "accelerator": "cpu", "enable_progress_bar": bool(self.verbose)}
+        return pl.Trainer(**(settings | dict.fromkeys(silent, False) | (self.trainer or {})), callbacks=own)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def _rows(self, x: Any, first: bool) -> Any:
+        """Return rows as a frame, if the fit's were one, or as an array (n, columns) of numbers."""
+        if is_frame(x) and (first or self.posterior_.columns.inputs.names):
+            validate_data(self, x, skip_check_array=True, reset=first)
+            if min(x.shape) == 0:
+                raise ValueError(f"X has shape {x.shape}: pass at least one row and one column")
+            return _with_categories(x) if first else x
+        return validate_data(self, x, dtype=np.float64, reset=first, ensure_min_samples=2 if first else 1)
+
+    def _predictions(self, x: Any, return_samples: bool = False) -> Iterator[Prediction]:
+        """Yield the predictive of some rows after another."""
+        check_is_fitted(self)
+        inputs = self.posterior_.inputs(self._rows(x, first=False))
+        for rows in inputs.split(ROWS):
+            yield self.posterior_.predict(rows, return_samples)
+
+
+class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[misc]
+    """x"""
+
+    classes_: np.ndarray
+
+    def fit(self, X: Any, y: Any, **others: Any) -> "BayesianClassifier":
+        """x"""
+        _refuse(others)
+        x = self._rows(X, first=True)
+        y = _column(y)
+        check_consistent_length(x, y)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"y has one class, {self.classes_[0]!r}: a classifier needs at least two")
+        likelihood = Categorical() if self.likelihood is None else self.likelihood
+        if not isinstance(likelihood, ClassLikelihood):
+            raise TypeError(f"likelihood={likelihood!r} has no classes: use BayesianRegressor, or Categorical()")
+        named = self.classes_[labels] if self.classes_.dtype.kind in "OUS" else labels
+        return self._sample(x, named, likelihood, "classes", len(self.classes_))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """x"""
+        return np.concatenate([numbers(part.probabilities) for part in self._predictions(X)])
+
+    def predict(self, X: Any) -> np.ndarray:
+        """x"""
+        return self.classes_[self.predict_proba(X).argmax(1)]
+
+
+class BayesianRegressor(RegressorMixin, _BayesianEstimator):  # type: ignore[misc]
+    """x"""
+
+    def fit(self, X: Any, y: Any, **others: Any) -> "BayesianRegressor":
+        """x"""
+        _refuse(others)
+        x = self._rows(X, first=True)
+        y = check_array(y, ensure_2d=False, dtype="numeric", input_name="y")
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = _column(y)
+        check_consistent_length(x, y)
+        likelihood = Gaussian(std=0.5, learned=True) if self.likelihood is None else self.likelihood
+        if isinstance(likelihood, ClassLikelihood):
+            raise TypeError(f"likelihood={likelihood!r} is of classes: use BayesianClassifier, or Gaussian()")
+        law = likelihood.distribution
+        task: Task = "counts" if law is not None and is_discrete(law) else "regression"
+        self._is_single = y.ndim == 1
+        return self._sample(x, y, likelihood, task, 1 if y.ndim == 1 else y.shape[1])
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """x"""
+        found = [(numbers(part.mean), numbers(part.std)) for part in self._predictions(X)]
+        mean, std = (self._shaped(np.concatenate(parts)) for parts in zip(*found, strict=True))
+        return (mean, std) if return_std else mean
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> np.ndarray:
+        """x"""
+        bounds = [part.interval(level) for part in self._predictions(X, return_samples=True)]
+        return np.stack([self._shaped(np.concatenate([numbers(p) for p in part])) for part in zip(*bounds)], 1)
+
+    def _shaped(self, values: np.ndarray) -> np.ndarray:
+        return values[:, 0] if self._is_single else values
+
+
+# -- arguments and rows ------------------------------------------------------------------------------------------------
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raise TypeError for arguments of `fit` that are not its own."""
+    if "sample_weight" in others:
+        raise TypeError(WEIGHTED)
+    if others:
+        raise TypeError(f"fit takes X and y, got {', '.join(others)} besides: pass settings to the constructor")
+
+
+def _column(y: Any) -> np.ndarray:
+    if y is None:
+        raise ValueError("y is None: pass the targets, since an estimator requires y to be passed")
+    return np.asarray(column_or_1d(y, warn=True))
+
+
+def _seed_of(random_state: Any) -> int:
+    """Return a run's seed; None takes one from the system, and NumPy's global generator is left alone."""
+    if random_state is None:
+        return int(np.random.default_rng().integers(2**31))
+    return int(check_random_state(random_state).randint(2**31 - 1))
+
+
+def _parts(count: int, fraction: float, seed: int, labels: Tensor | None) -> list[Tensor]:
+    """Return the rows for the fit and those for validation, at least one of each."""
+    train, val = random_split(count, (fraction,), seed, labels, check=False)
+    if len(val) == 0:
+        train, val = random_split(count, (fraction,), seed, None, check=False)
+    if len(val) == 0:
+        train, val = train[:-1], train[-1:]
+    return [train, val]
+
+
+def _with_categories(frame: Any) -> Any:
+    """Return a frame whose columns of texts have the categorical type."""
+    texts = [name for name in frame.columns if not is_categorical(frame[name]) and _has_texts(frame[name])]
+    return frame.astype(dict.fromkeys(texts, "category"))
+
+
+def _has_texts(series: Any) -> bool:
+    return series.dtype.kind == "O" and any(isinstance(value, str) for value in series)
+
+
+def numbers(values: Tensor) -> np.ndarray:
+    """Return a tensor as float64."""
+    return values.detach().cpu().double().numpy()
+
+
+@contextmanager
+def _quiet(verbose: bool) -> Iterator[None]:
+    """Keep Lightning's remarks out of the output, and unless verbose this library's on its choices."""
+    logger = logging.getLogger(pl.__name__)
+    level = logger.level
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=pl.__name__.replace(".", r"\."))
+            if not verbose:
+                logger.setLevel(logging.WARNING)
+            yield
+    finally:
+        logger.setLevel(level)
