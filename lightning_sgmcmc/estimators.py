@@ -36,8 +36,8 @@ from lightning_sgmcmc.tables.arrays import is_categorical, is_frame
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
-LEAST_EPOCHS, LEAST_STEPS = 100, 4_000
-"""Of a fit without max_epochs: it has both."""
+LEAST_EPOCHS, LEAST_STEPS = 20, 2_000
+"""Of a fit without max_epochs, which has both."""
 ROWS = 4_096
 """Inputs that are predicted at once, with the distribution of each sample."""
 WEIGHTED = (
@@ -61,7 +61,7 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
         prior: Prior | float | None = None,
         hidden: Sequence[int] = (50, 50),
         max_epochs: int | None = None,
-        batch_size: int = 50,
+        batch_size: int = 100,
         num_chains: int = 4,
         num_samples: int = 80,
         validation_fraction: float = 0.1,
@@ -130,7 +130,9 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
             net = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
         if not isinstance(net, nn.Module):
-            raise TypeError(f"net must be a module, or a function of the number of inputs that returns one, got {net!r}")
+            raise TypeError(
+                f"net must be a module, or a function of the number of inputs that returns one, got {net!r}"
+            )
         try:
             with torch.no_grad():
                 copy.deepcopy(net).eval()(inputs)
@@ -150,7 +152,14 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             own.append(SampleCollector(in_memory=True))
         epochs = self.max_epochs or max(LEAST_EPOCHS, math.ceil(LEAST_STEPS / batches))
         silent = ("logger", "enable_checkpointing", "enable_model_summary")
-        settings = {"max_epochs": epochs, "accelerator": "cpu", "enable_progress_bar": bool(self.verbose)}
+        settings = {
+            "max_epochs": epochs,
+            "accelerator": "cpu",
+            "devices": 1,
+            "enable_progress_bar": bool(self.verbose),
+            "num_sanity_val_steps": 0,
+            "check_val_every_n_epoch": epochs,  # the schedule evaluates its samples itself
+        }
         return pl.Trainer(**(settings | dict.fromkeys(silent, False) | (self.trainer or {})), callbacks=own)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -173,15 +182,64 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[misc]
-    """x"""
+    """A classifier of scikit-learn whose probabilities are averages over samples of a network's posterior.
+
+        p(y|x) = Σ_s w_s·p(y|x, θ_s)
+
+    `net=None` is a perceptron of the width of the data. Inputs are standardised by the rows of the fit. A frame of
+    pandas keeps the names of its columns; columns of texts or of the type "category" become an input of 0 or 1 for
+    each value. A share of the rows is for validation, on which `AutoSampling` chooses prior and weights. Its draws are
+    a cold ensemble; for samples of the posterior itself pass a schedule, and a sampler by `module`.
+
+    Args:
+        net: a network, which is copied; or a function of the number of inputs that returns one; None is a perceptron.
+        likelihood: of classes; None is `Categorical`.
+        prior: a prior; a number is the scale with which `AutoSampling` begins, and None leaves that to it.
+        hidden: widths of the perceptron's hidden layers, with ReLU.
+        max_epochs: passes over the data; None is 20 or more, and 2,000 steps or more.
+        batch_size: data of a step.
+        num_chains: chains, which start apart.
+        num_samples: samples of all chains together, of which `AutoSampling` draws the same number in each.
+        validation_fraction: share of the rows that are for validation, in (0, 1).
+        callbacks: further callbacks of the trainer, copied for each fit; a schedule among them replaces `AutoSampling`,
+            and a `SampleCollector` the one in memory.
+        module: further arguments of `BayesianModule`, such as `dict(sampler=SGHMC, lr=0.01)` for a schedule of yours.
+        trainer: further arguments of the trainer; by default it takes the CPU, and writes no logs or checkpoints.
+        random_state: a number repeats the fit bit for bit; None draws another seed for each. Global generators are left
+            alone.
+        verbose: show a progress bar, and what the library says of its choices.
+
+    Attributes:
+        posterior_: the `Posterior`, for all else: `predict`, `calibrate`, `conformal`, `ensemble`, `summary`.
+        plan_: the `RunPlan` of the fit.
+        classes_: the labels in the order of `predict_proba`.
+        n_features_in_: columns of X.
+        feature_names_in_: their names, if they are all texts.
+
+    Raises:
+        ValueError: at the fit, for rows that are not finite numbers, a y of one class, or arguments out of range.
+        TypeError: at the fit, for `sample_weight`, or a likelihood of numbers.
+
+    Example::
+
+        model = BayesianClassifier(random_state=0).fit(frame, labels)
+        model.predict_proba(new)
+        model.posterior_.predict(new).mutual_information
+    """
 
     classes_: np.ndarray
 
     def fit(self, X: Any, y: Any, **others: Any) -> "BayesianClassifier":
-        """x"""
+        """Sample the posterior.
+
+        Args:
+            X: rows, shape (n, columns): a data frame, or numbers.
+            y: labels of any type, shape (n,).
+            others: refused, with the reason for `sample_weight`.
+        """
         _refuse(others)
         x = self._rows(X, first=True)
-        y = _column(y)
+        y = _targets(type(self).__name__, y, numeric=False)
         check_consistent_length(x, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -194,24 +252,73 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[m
         return self._sample(x, named, likelihood, "classes", len(self.classes_))
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """x"""
+        """Return the averaged probabilities of the classes, shape (n, K), in the order of `classes_`."""
         return np.concatenate([numbers(part.probabilities) for part in self._predictions(X)])
 
     def predict(self, X: Any) -> np.ndarray:
-        """x"""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        """Return the most probable labels, shape (n,)."""
+        places = self.predict_proba(X).argmax(1)
+        return self.classes_[places]
 
 
 class BayesianRegressor(RegressorMixin, _BayesianEstimator):  # type: ignore[misc]
-    """x"""
+    """A regressor of scikit-learn with standard deviations and intervals, by samples of a network's posterior.
+
+        p(y|x) = Σ_s w_s·p(y|x, θ_s)
+
+    `net=None` is a perceptron of the width of the data. Inputs are standardised by the rows of the fit. A frame of
+    pandas keeps the names of its columns; columns of texts or of the type "category" become an input of 0 or 1 for
+    each value. A share of the rows is for validation, on which `AutoSampling` chooses prior and weights. Its draws are
+    a cold ensemble; for samples of the posterior itself pass a schedule, and a sampler by `module`.
+    Targets are standardised too, unless the likelihood is of counts; predictions are in the data's units.
+
+    Args:
+        net: a network, which is copied; or a function of the number of inputs that returns one; None is a perceptron.
+        likelihood: of numbers or counts, such as `HeteroscedasticGaussian()` or `Poisson()`; None is `Gaussian` with
+            learned noise. Scales are in units of the standardised targets.
+        prior: a prior; a number is the scale with which `AutoSampling` begins, and None leaves that to it.
+        hidden: widths of the perceptron's hidden layers, with ReLU.
+        max_epochs: passes over the data; None is 20 or more, and 2,000 steps or more.
+        batch_size: data of a step.
+        num_chains: chains, which start apart.
+        num_samples: samples of all chains together, of which `AutoSampling` draws the same number in each.
+        validation_fraction: share of the rows that are for validation, in (0, 1).
+        callbacks: further callbacks of the trainer, copied for each fit; a schedule among them replaces `AutoSampling`,
+            and a `SampleCollector` the one in memory.
+        module: further arguments of `BayesianModule`, such as `dict(sampler=SGHMC, lr=0.01)` for a schedule of yours.
+        trainer: further arguments of the trainer; by default it takes the CPU, and writes no logs or checkpoints.
+        random_state: a number repeats the fit bit for bit; None draws another seed for each. Global generators are left
+            alone.
+        verbose: show a progress bar, and what the library says of its choices.
+
+    Attributes:
+        posterior_: the `Posterior`, for all else: `predict`, `calibrate`, `conformal`, `ensemble`, `summary`.
+        plan_: the `RunPlan` of the fit.
+        n_features_in_: columns of X.
+        feature_names_in_: their names, if they are all texts.
+
+    Raises:
+        ValueError: at the fit, for rows that are not finite numbers, or arguments out of range.
+        TypeError: at the fit, for `sample_weight`, or a likelihood of classes.
+
+    Example::
+
+        model = BayesianRegressor(random_state=0).fit(x, y)
+        mean, std = model.predict(new, return_std=True)
+        low, high = model.predict_interval(new, level=0.9).T
+    """
 
     def fit(self, X: Any, y: Any, **others: Any) -> "BayesianRegressor":
-        """x"""
+        """Sample the posterior.
+
+        Args:
+            X: rows, shape (n, columns): a data frame, or numbers.
+            y: targets, shape (n,) or (n, D).
+            others: refused, with the reason for `sample_weight`.
+        """
         _refuse(others)
         x = self._rows(X, first=True)
-        y = check_array(y, ensure_2d=False, dtype="numeric", input_name="y")
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = _column(y)
+        y = _targets(type(self).__name__, y, numeric=True)
         check_consistent_length(x, y)
         likelihood = Gaussian(std=0.5, learned=True) if self.likelihood is None else self.likelihood
         if isinstance(likelihood, ClassLikelihood):
@@ -222,15 +329,30 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):  # type: ignore[mis
         return self._sample(x, y, likelihood, task, 1 if y.ndim == 1 else y.shape[1])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """x"""
+        """Return the predictive mean, shape (n,) or (n, D) as y was.
+
+        Args:
+            X: rows.
+            return_std: also return the predictive standard deviation, that of noise and parameters together.
+        """
         found = [(numbers(part.mean), numbers(part.std)) for part in self._predictions(X)]
         mean, std = (self._shaped(np.concatenate(parts)) for parts in zip(*found, strict=True))
         return (mean, std) if return_std else mean
 
     def predict_interval(self, X: Any, level: float = 0.9) -> np.ndarray:
-        """x"""
+        """Return the bounds of the equal-tailed interval of y, shape (n, 2) or (n, 2, D).
+
+        They are quantiles of the mixture of the samples' distributions. How many targets they contain is not
+        guaranteed; `posterior_.conformal` and MAPIE make intervals that guarantee it.
+
+        Args:
+            X: rows.
+            level: probability of the interval, in (0, 1).
+        """
         bounds = [part.interval(level) for part in self._predictions(X, return_samples=True)]
-        return np.stack([self._shaped(np.concatenate([numbers(p) for p in part])) for part in zip(*bounds)], 1)
+        return np.stack(
+            [self._shaped(np.concatenate([numbers(p) for p in part])) for part in zip(*bounds, strict=True)], 1
+        )
 
     def _shaped(self, values: np.ndarray) -> np.ndarray:
         return values[:, 0] if self._is_single else values
@@ -247,10 +369,12 @@ def _refuse(others: dict[str, Any]) -> None:
         raise TypeError(f"fit takes X and y, got {', '.join(others)} besides: pass settings to the constructor")
 
 
-def _column(y: Any) -> np.ndarray:
+def _targets(name: str, y: Any, numeric: bool) -> np.ndarray:
+    """Return targets as an array, (n,) of one column."""
     if y is None:
-        raise ValueError("y is None: pass the targets, since an estimator requires y to be passed")
-    return np.asarray(column_or_1d(y, warn=True))
+        raise ValueError(f"{name} requires y to be passed, but the target y is None")
+    found = check_array(y, ensure_2d=False, dtype="numeric" if numeric else None, input_name="y")
+    return np.asarray(column_or_1d(y, warn=True) if found.ndim == 2 and found.shape[1] == 1 else found)
 
 
 def _seed_of(random_state: Any) -> int:
