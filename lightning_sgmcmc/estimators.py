@@ -86,6 +86,11 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
     # -- fit ----------------------------------------------------------------------------------------------------------
 
     def _sample(self: Self, x: Any, y: Any, likelihood: Likelihood, task: Task, outputs: int) -> Self:
@@ -171,12 +176,21 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             if min(x.shape) == 0:
                 raise ValueError(f"X has shape {x.shape}: pass at least one row and one column")
             return _with_categories(x) if first else x
-        return validate_data(self, x, dtype=np.float64, reset=first, ensure_min_samples=2 if first else 1)
+        least = 2 if first else 1
+        return validate_data(
+            self, x, dtype=np.float64, reset=first, ensure_all_finite="allow-nan", ensure_min_samples=least
+        )
 
     def _predictions(self, x: Any, return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of some rows after another."""
         check_is_fitted(self)
         inputs = self.posterior_.inputs(self._rows(x, first=False))
+        bad = (~inputs.isfinite()).any(0).nonzero()[:, 0].tolist()
+        if bad:
+            raise ValueError(
+                f"X has NaN or infinite numbers in the encoded column {bad[0]}, where the rows of the fit have none: "
+                "fill them in, by SimpleImputer in front, or fit with rows that lack some"
+            )
         for rows in inputs.split(ROWS):
             yield self.posterior_.predict(rows, return_samples)
 
@@ -188,8 +202,10 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[m
 
     `net=None` is a perceptron of the width of the data. Inputs are standardised by the rows of the fit. A frame of
     pandas keeps the names of its columns; columns of texts or of the type "category" become an input of 0 or 1 for
-    each value. A share of the rows is for validation, on which `AutoSampling` chooses prior and weights. Its draws are
-    a cold ensemble; for samples of the posterior itself pass a schedule, and a sampler by `module`.
+    each value. A missing number becomes the mean, and a further input says where it is missing.
+
+    A share of the rows is for validation, on which `AutoSampling` chooses prior and weights. Its draws are a cold
+    ensemble; for samples of the posterior itself pass a schedule, and a sampler by `module`.
 
     Args:
         net: a network, which is copied; or a function of the number of inputs that returns one; None is a perceptron.
@@ -268,9 +284,11 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):  # type: ignore[mis
 
     `net=None` is a perceptron of the width of the data. Inputs are standardised by the rows of the fit. A frame of
     pandas keeps the names of its columns; columns of texts or of the type "category" become an input of 0 or 1 for
-    each value. A share of the rows is for validation, on which `AutoSampling` chooses prior and weights. Its draws are
-    a cold ensemble; for samples of the posterior itself pass a schedule, and a sampler by `module`.
+    each value. A missing number becomes the mean, and a further input says where it is missing.
     Targets are standardised too, unless the likelihood is of counts; predictions are in the data's units.
+
+    A share of the rows is for validation, on which `AutoSampling` chooses prior and weights. Its draws are a cold
+    ensemble; for samples of the posterior itself pass a schedule, and a sampler by `module`.
 
     Args:
         net: a network, which is copied; or a function of the number of inputs that returns one; None is a perceptron.
