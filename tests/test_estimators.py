@@ -33,7 +33,7 @@ QUICK: dict[str, Any] = {"max_epochs": 20, "batch_size": 50, "num_chains": 1, "n
 CHECKED: dict[str, Any] = QUICK | {"max_epochs": 40, "batch_size": 20}
 
 X, Y = make_regression(200, 4, noise=5.0, random_state=0)
-X_CLASSES, LABELS = make_classification(200, 5, n_informative=3, random_state=0)
+X_CLASSES, LABELS = make_classification(200, 5, n_informative=3, class_sep=2.0, random_state=0)
 NAMES = np.array(["no", "yes"])[LABELS]
 
 
@@ -50,7 +50,7 @@ def classifier() -> BayesianClassifier:
 # -- scikit-learn's contract -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("n_features_in)", "dict_unchanged", "overwrite_params", "unfitted", "requires_y", "nan_inf")
+@pytest.mark.by_default("features_in_after", "dict_unchanged", "overwrite_params", "unfitted", "requires_y")
 @parametrize_with_checks([BayesianClassifier(**CHECKED), BayesianRegressor(**CHECKED)])
 def test_scikit_learns_checks(estimator: Any, check: Any) -> None:
     check(estimator)
@@ -142,6 +142,7 @@ def test_networks_of_ones_own(classifier: BayesianClassifier) -> None:
         BayesianClassifier(net=lambda inputs: 3, **QUICK).fit(X_CLASSES, NAMES)
 
 
+@pytest.mark.filterwarnings("ignore:RunPlan")  # the plan of so short a run
 def test_a_schedule_and_a_sampler_of_ones_own() -> None:
     class Count(pl.Callback):
         draws = 0
@@ -291,7 +292,7 @@ def test_mapies_intervals_have_their_coverage(regressor: BayesianRegressor, leve
 
 
 def test_mapies_sets_have_their_coverage(classifier: BayesianClassifier) -> None:
-    x, labels = make_classification(1_200, 5, n_informative=3, random_state=0)
+    x, labels = make_classification(1_200, 5, n_informative=3, class_sep=2.0, random_state=0)
     names = np.array(["no", "yes"])[labels]
     conformal = SplitConformalClassifier(classifier, confidence_level=0.9, prefit=True)
     conformal.conformalize(x[200:700], names[200:700])
