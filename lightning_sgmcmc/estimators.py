@@ -49,7 +49,7 @@ WEIGHTED = (
 Self = TypeVar("Self", bound="_BayesianEstimator")
 
 
-class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
+class _BayesianEstimator(BaseEstimator):
     """What the two estimators share: arguments, the fit, and predictions of rows."""
 
     posterior_: Posterior
@@ -114,6 +114,7 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
         self.plan_ = module.plan
         # A model of its own, since the module belongs to a run, which would be pickled too.
         store = module.posterior.in_memory().store
+        self._has_names = bool(data.input_columns.names)
         self.posterior_ = Posterior(store, EnergyModel(net, likelihood, FlatPrior()))
         return self
 
@@ -157,7 +158,7 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             own.append(SampleCollector(in_memory=True))
         epochs = self.max_epochs or max(LEAST_EPOCHS, math.ceil(LEAST_STEPS / batches))
         silent = ("logger", "enable_checkpointing", "enable_model_summary")
-        settings = {
+        settings: dict[str, Any] = {
             "max_epochs": epochs,
             "accelerator": "cpu",
             "devices": 1,
@@ -171,7 +172,7 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _rows(self, x: Any, first: bool) -> Any:
         """Return rows as a frame, if the fit's were one, or as an array (n, columns) of numbers."""
-        if is_frame(x) and (first or self.posterior_.columns.inputs.names):
+        if is_frame(x) and (first or self._has_names):
             validate_data(self, x, skip_check_array=True, reset=first)
             if min(x.shape) == 0:
                 raise ValueError(f"X has shape {x.shape}: pass at least one row and one column")
@@ -195,7 +196,7 @@ class _BayesianEstimator(BaseEstimator):  # type: ignore[misc]
             yield self.posterior_.predict(rows, return_samples)
 
 
-class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[misc]
+class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
     """A classifier of scikit-learn whose probabilities are averages over samples of a network's posterior.
 
         p(y|x) = Σ_s w_s·p(y|x, θ_s)
@@ -238,9 +239,12 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[m
 
     Example::
 
-        model = BayesianClassifier(random_state=0).fit(frame, labels)
-        model.predict_proba(new)
-        model.posterior_.predict(new).mutual_information
+        from lightning_sgmcmc.estimators import BayesianClassifier
+
+        x = torch.randn(60, 2).numpy()
+        labels = ["yes" if a > b else "no" for a, b in x]
+        model = BayesianClassifier(hidden=(8,), max_epochs=40, batch_size=20, random_state=0).fit(x, labels)
+        print(model.predict(x[:3]), model.predict_proba(x[:3]))
     """
 
     classes_: np.ndarray
@@ -277,7 +281,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):  # type: ignore[m
         return self.classes_[places]
 
 
-class BayesianRegressor(RegressorMixin, _BayesianEstimator):  # type: ignore[misc]
+class BayesianRegressor(RegressorMixin, _BayesianEstimator):
     """A regressor of scikit-learn with standard deviations and intervals, by samples of a network's posterior.
 
         p(y|x) = Σ_s w_s·p(y|x, θ_s)
@@ -321,9 +325,12 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):  # type: ignore[mis
 
     Example::
 
-        model = BayesianRegressor(random_state=0).fit(x, y)
-        mean, std = model.predict(new, return_std=True)
-        low, high = model.predict_interval(new, level=0.9).T
+        from lightning_sgmcmc.estimators import BayesianRegressor
+
+        x = torch.randn(60, 2).numpy()
+        model = BayesianRegressor(hidden=(8,), max_epochs=40, batch_size=20, random_state=0).fit(x, x[:, 0])
+        mean, std = model.predict(x, return_std=True)
+        low, high = model.predict_interval(x, level=0.9).T
     """
 
     def fit(self, X: Any, y: Any, **others: Any) -> "BayesianRegressor":
