@@ -122,7 +122,16 @@ class _BayesianEstimator(BaseEstimator):
         for name in ("batch_size", "num_chains", "num_samples"):
             check_count(name, getattr(self, name), optional=False)
         check_count("max_epochs", self.max_epochs)
-        check_within("validation_fraction", self.validation_fraction, "(0, 1)")
+        check_within("validation_fraction", self.validation_fraction, "[0, 1)")
+        if self.validation_fraction == 0 and not self._has_schedule:
+            raise ValueError(
+                "validation_fraction must be in (0, 1), got 0: AutoSampling chooses on these rows; 0 is for a schedule of "
+                "yours among the callbacks"
+            )
+
+    @property
+    def _has_schedule(self) -> bool:
+        return any(isinstance(callback, Schedule) for callback in self.callbacks or ())
 
     def _network(self, inputs: Tensor, outputs: int) -> nn.Module:
         """Return the network, which gets some inputs to try."""
@@ -151,7 +160,7 @@ class _BayesianEstimator(BaseEstimator):
 
     def _trainer(self, batches: int) -> pl.Trainer:
         own = [copy.deepcopy(callback) for callback in self.callbacks or ()]
-        if not any(isinstance(callback, Schedule) for callback in own):
+        if not self._has_schedule:
             std = float(self.prior) if isinstance(self.prior, int | float) else None
             own.append(AutoSampling(num_draws=math.ceil(self.num_samples / self.num_chains), prior_std=std))
         if not any(isinstance(callback, SampleCollector) for callback in own):
@@ -217,7 +226,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         batch_size: data of a step.
         num_chains: chains, which start apart.
         num_samples: samples of all chains together, of which `AutoSampling` draws the same number in each.
-        validation_fraction: share of the rows that are for validation, in (0, 1).
+        validation_fraction: share of the rows that are for validation, in (0, 1), or 0 with a schedule of yours.
         callbacks: further callbacks of the trainer, copied for each fit; a schedule among them replaces `AutoSampling`,
             and a `SampleCollector` the one in memory.
         module: further arguments of `BayesianModule`, such as `dict(sampler=SGHMC, lr=0.01)` for a schedule of yours.
@@ -304,7 +313,7 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
         batch_size: data of a step.
         num_chains: chains, which start apart.
         num_samples: samples of all chains together, of which `AutoSampling` draws the same number in each.
-        validation_fraction: share of the rows that are for validation, in (0, 1).
+        validation_fraction: share of the rows that are for validation, in (0, 1), or 0 with a schedule of yours.
         callbacks: further callbacks of the trainer, copied for each fit; a schedule among them replaces `AutoSampling`,
             and a `SampleCollector` the one in memory.
         module: further arguments of `BayesianModule`, such as `dict(sampler=SGHMC, lr=0.01)` for a schedule of yours.
@@ -410,11 +419,11 @@ def _seed_of(random_state: Any) -> int:
 
 
 def _parts(count: int, fraction: float, seed: int, labels: Tensor | None) -> list[Tensor]:
-    """Return the rows for the fit and those for validation, at least one of each."""
+    """Return the rows for the fit and those for validation, at least one of each unless the fraction is 0."""
     train, val = random_split(count, (fraction,), seed, labels, check=False)
-    if len(val) == 0:
+    if len(val) == 0 and fraction > 0:
         train, val = random_split(count, (fraction,), seed, None, check=False)
-    if len(val) == 0:
+    if len(val) == 0 and fraction > 0:
         train, val = train[:-1], train[-1:]
     return [train, val]
 

@@ -30,7 +30,7 @@ from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.estimators import BayesianClassifier, BayesianRegressor
 
 QUICK: dict[str, Any] = {"max_epochs": 20, "batch_size": 50, "num_chains": 1, "num_samples": 8, "hidden": (16,)}
-CHECKED: dict[str, Any] = QUICK | {"max_epochs": 40, "batch_size": 20}
+CHECKED: dict[str, Any] = QUICK | {"max_epochs": 40, "batch_size": 20, "trainer": {"max_steps": 150}}
 
 X, Y = make_regression(200, 4, noise=5.0, random_state=0)
 X_CLASSES, LABELS = make_classification(200, 5, n_informative=3, class_sep=2.0, random_state=0)
@@ -149,7 +149,9 @@ def test_a_schedule_and_a_sampler_of_ones_own() -> None:
 
     counting, schedule = Count(), SamplingSchedule(burn_in_epochs=10, every_n_epochs=2)
     settings = QUICK | {"num_chains": 2, "callbacks": [counting, schedule]}
-    model = BayesianRegressor(**settings, module={"sampler": SGHMC, "lr": 0.01}, prior=1.0, random_state=0).fit(X, Y)
+    module = {"sampler": SGHMC, "lr": 0.01}
+    model = BayesianRegressor(**settings, module=module, prior=1.0, validation_fraction=0, random_state=0).fit(X, Y)
+    assert model.plan_.num_data == 200
     assert len(model.posterior_) == 2 * 5
     assert model.plan_.temperature == 1
     assert model.callbacks == [counting, schedule]
