@@ -125,8 +125,8 @@ class _BayesianEstimator(BaseEstimator):
         check_within("validation_fraction", self.validation_fraction, "[0, 1)")
         if self.validation_fraction == 0 and not self._has_schedule:
             raise ValueError(
-                "validation_fraction must be in (0, 1), got 0: AutoSampling chooses on these rows; 0 is for a schedule of "
-                "yours among the callbacks"
+                "validation_fraction must be in (0, 1), got 0: AutoSampling chooses on these rows; 0 is for a "
+                "schedule of yours among the callbacks"
             )
 
     @property
