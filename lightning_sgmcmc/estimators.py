@@ -122,6 +122,10 @@ class _BayesianEstimator(BaseEstimator):
         for name in ("batch_size", "num_chains", "num_samples"):
             check_count(name, getattr(self, name), optional=False)
         check_count("max_epochs", self.max_epochs)
+        for name, taken in (("trainer", {"callbacks"}), ("module", {"net", "likelihood", "prior"})):
+            twice = sorted(taken & (getattr(self, name) or {}).keys())
+            if twice:
+                raise ValueError(f"{name} has {twice[0]!r}, which is an argument of its own: pass {twice[0]}=…")
         check_within("validation_fraction", self.validation_fraction, "[0, 1)")
         if self.validation_fraction == 0 and not self._has_schedule:
             raise ValueError(

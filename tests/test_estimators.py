@@ -262,6 +262,9 @@ def test_what_does_not_fit_is_refused() -> None:
         BayesianClassifier(num_chains=0).fit(X, LABELS)
     with pytest.raises(ValueError, match=r"validation_fraction must be in \(0, 1\), got 0"):
         BayesianClassifier(validation_fraction=0).fit(X, LABELS)
+    for settings in ({"trainer": {"callbacks": []}}, {"module": {"net": None}}):
+        with pytest.raises(ValueError, match="which is an argument of its own"):
+            BayesianRegressor(**settings).fit(X, Y)
     with pytest.raises(NotFittedError):
         BayesianRegressor().predict(X)
 
