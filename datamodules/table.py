@@ -29,7 +29,8 @@ class TableDataModule(ArrayDataModule):
 
     Args:
         x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array. A
-            column of pandas' type "category" becomes an input of 0 or 1 for each of its categories.
+            column of pandas' type "category" becomes an input of 0 or 1 for each of its categories, a missing one
+            included. A missing number (NaN) becomes the mean, and a further input says where it is missing.
         y: targets, shape (n,) or (n, D); of classes (n,), labels from 0 or names; None with `target`.
         batch_size: data per batch.
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
@@ -92,6 +93,7 @@ class TableDataModule(ArrayDataModule):
         self.standardise = standardise
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
+        self._say_what_is_missing()
         self._rows = _rows(splits, len(self.y), like is not None) if splits is not None else None
         converted = [f"{name} from {kind}" for name, kind in (("x", _kind(x)), ("y", _kind(y))) if kind == "float64"]
         if converted:
@@ -101,14 +103,38 @@ class TableDataModule(ArrayDataModule):
         parts = self._parts()
         if self._like is not None:
             self.input_scaling = mean, std = self._inputs.scaling
-            inputs = [((self.x[part] - mean) / std).float() for part in parts]
+            inputs = [self._inputs.filled(((self.x[part] - mean) / std).float()) for part in parts]
         elif self.standardise:
             inputs, mean, std = standardise(*(self.x[part] for part in parts))
+            if bool(mean.isnan().any()):
+                lacking = self._called(int(mean.isnan().nonzero()[0]))
+                raise ValueError(f"x has no number in {lacking} of the training rows: leave it out, or pass splits=…")
             self.input_scaling = mean, std
+            inputs = [self._inputs.filled(part) for part in inputs]
         else:
             inputs = [self.x[part].float() for part in parts]
         first, second, third = (Split(i, t) for i, t in zip(inputs, self._targets_of(parts), strict=True))
         return first, second, third
+
+    def _called(self, place: int) -> str:
+        """Return what the column of an encoded input is called."""
+        ends = np.cumsum([len(values) or 1 for values in self._inputs.categories])
+        names = self._inputs.names
+        return f"column {names[int(np.searchsorted(ends, place, 'right'))]!r}" if names else f"column {place}"
+
+    def _say_what_is_missing(self) -> None:
+        """Say in which columns numbers are missing, and what becomes of them."""
+        places = self._inputs.missing
+        if not places or self._like is not None:
+            return
+        where = ", ".join(self._called(place) for place in places[:6]) + (", …" if len(places) > 6 else "")
+        if not self.standardise:
+            raise ValueError(
+                f"x has missing numbers in {where}: fill them in, or pass standardise=True, which takes the mean"
+            )
+        rank_zero_info(
+            f"TableDataModule takes the mean for missing numbers in {where}, and adds inputs that mark them."
+        )
 
     def _parts(self) -> list[Tensor]:
         if self._rows is not None:
@@ -228,7 +254,7 @@ def _table(columns: InputColumns, x: Any) -> Tensor:
     table = columns.encoded(x)
     if len(table) == 0:
         raise ValueError(f"x should have shape (n, columns), got {tuple(table.shape)}")
-    bad = int((~table.isfinite()).sum())
+    bad = int((~table.isfinite()).sum() - table[:, list(columns.missing)].isnan().sum())
     if bad:
         raise ValueError(f"x has {bad} values that are NaN or infinite: fill them in, or leave out their rows")
     return table

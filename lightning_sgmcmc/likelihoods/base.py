@@ -80,6 +80,14 @@ class Likelihood(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} needs components(output) for its distribution")
 
+    def num_outputs(self, targets: int) -> int:
+        """Return the number of outputs that a network needs.
+
+        Args:
+            targets: D of numbers and counts, K of classes.
+        """
+        return targets
+
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """Return log p(target | output) of each datum, shape (n,)."""
         target, observed = self.split_missing(target)

@@ -124,6 +124,9 @@ class Bernoulli(ClassLikelihood):
         module = BayesianModule(torch.nn.Linear(2, 1), Bernoulli(), lr=0.1)
     """
 
+    def num_outputs(self, targets: int) -> int:
+        return 1
+
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         logit = self._column(output, "output")
         target, observed = self.split_missing(target)
@@ -201,6 +204,9 @@ class Ordinal(ClassLikelihood):
     def cuts(self) -> Tensor:
         """The cut points in increasing order, shape (K-1,)."""
         return torch.cat([self.first_cut[None], self.first_cut + self.log_gaps.exp().cumsum(0)])
+
+    def num_outputs(self, targets: int) -> int:
+        return 1
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         target, observed = self.split_missing(target)

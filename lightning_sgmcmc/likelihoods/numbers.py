@@ -104,6 +104,9 @@ class HeteroscedasticGaussian(Likelihood):
         self.std = std
         self.min_std = min_std
 
+    def num_outputs(self, targets: int) -> int:
+        return 2 * targets
+
     def components(self, output: Tensor) -> dict[str, Tensor]:
         if output.dim() != 2 or output.shape[1] % 2:
             shape = tuple(output.shape)
@@ -212,6 +215,9 @@ class MixtureOfGaussians(Likelihood):
         self.num_components = num_components
         self.std = std
         self.min_std = min_std
+
+    def num_outputs(self, targets: int) -> int:
+        return 3 * self.num_components * targets
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
         width = 3 * self.num_components

@@ -18,13 +18,19 @@ class InputColumns:
 
         network's input = (encoded column - mean) / std
 
+    A missing number is the mean, and a further input says 1 where it is missing.
+
     Attributes:
         names: of a frame's columns, in the network's order; () if the inputs were an array.
-        categories: for each column its values, each of which is an input of 0 or 1; () for a column of numbers.
+        categories: for each column its values, each of which is an input of 0 or 1; () for a column of numbers. The
+            value None is a missing one.
         mean, std: of the encoded inputs, flattened; () if they are used as they are.
         shape: of one encoded input.
         targets: names of the targets' columns, which a frame may have too.
+        missing: places of the encoded numbers that may be missing; their further inputs are the last ones.
     """
+
+    IF_SET: ClassVar = ("missing",)
 
     names: tuple[Any, ...] = ()
     categories: tuple[tuple[Any, ...], ...] = ()
@@ -32,6 +38,7 @@ class InputColumns:
     std: tuple[float, ...] = ()
     shape: tuple[int, ...] = ()
     targets: tuple[Any, ...] = ()
+    missing: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (0, int(np.prod(self.shape, dtype=int)))
@@ -39,16 +46,29 @@ class InputColumns:
             raise ValueError("the columns of the inputs have a scaling of another number")
         if len(self.categories) not in (0, len(self.names)):
             raise ValueError("the columns of the inputs have categories of another number")
+        if self.missing and (len(self.shape) != 1 or not set(self.missing) <= set(range(self.width))):
+            raise ValueError("the columns of the inputs have missing numbers in other places")
 
     @classmethod
     def of_table(cls, x: Any, targets: Sequence[Any] = ()) -> "InputColumns":
         """Return the columns of a frame or of an array (n, columns), not scaled."""
-        if not is_table(x):
-            return cls(shape=tuple(as_tensor("x", x).shape[1:]))
-        frame = as_frame(x)
-        values = [_values_in(frame[name]) if is_categorical(frame[name]) else () for name in frame.columns]
-        width = sum(len(own) or 1 for own in values)
-        return cls(tuple(map(plain, frame.columns)), tuple(values), shape=(width,), targets=tuple(map(plain, targets)))
+        if is_table(x):
+            frame = as_frame(x)
+            values = tuple(_values_in(frame[name]) if is_categorical(frame[name]) else () for name in frame.columns)
+            width = sum(len(own) or 1 for own in values)
+            found = cls(tuple(map(plain, frame.columns)), values, shape=(width,), targets=tuple(map(plain, targets)))
+        else:
+            found = cls(shape=tuple(as_tensor("x", x).shape[1:]))
+        if len(found.shape) != 1:
+            return found
+        nan = found.encoded(x).isnan()
+        places = tuple((nan.any(0) & ~nan.all(0)).nonzero()[:, 0].tolist())
+        return replace(found, shape=(found.width + len(places),), missing=places)
+
+    @property
+    def width(self) -> int:
+        """The number of encoded inputs without those that say what is missing."""
+        return (self.shape[0] if self.shape else 0) - len(self.missing)
 
     def scaled_by(self, mean: Tensor, std: Tensor) -> "InputColumns":
         """Return these columns with a scaling, tensors that broadcast to one input."""
@@ -82,7 +102,14 @@ class InputColumns:
             TypeError: for values that are no numbers.
         """
         mean, std = self.scaling
-        return ((self.encoded(x, name) - mean) / std).float()
+        return self.filled(((self.encoded(x, name) - mean) / std).float())
+
+    def filled(self, scaled: Tensor) -> Tensor:
+        """Return scaled inputs (n, …) with the mean, 0, where a number is missing that may be."""
+        places = list(self.missing)
+        if places:
+            scaled[:, places] = scaled[:, places].nan_to_num(0.0)
+        return scaled
 
     def received(self, x: Any) -> Any:
         """Return what the network receives for inputs of `predict`: a frame has the data's units, a tensor has its own.
@@ -105,7 +132,12 @@ class InputColumns:
         return x.float() if isinstance(x, Tensor) and not x.is_floating_point() else x
 
     def encoded(self, x: Any, name: str = "x") -> Tensor:
-        """Return the columns as numbers in the network's order, not scaled, float64 (n, …)."""
+        """Return the columns as numbers in the network's order, not scaled, float64 (n, …); missing ones are NaN."""
+        numbers = self._numbers(x, name)
+        return torch.cat([numbers, numbers[:, list(self.missing)].isnan().double()], 1) if self.missing else numbers
+
+    def _numbers(self, x: Any, name: str) -> Tensor:
+        """Return the columns as numbers, without those that say what is missing."""
         if is_table(x) and self.names:
             return self._of_frame(as_frame(x), name)
         if any(self.categories):
@@ -113,18 +145,18 @@ class InputColumns:
                 f"{name} has no names of columns, and those of the training data are categorical: pass a data frame "
                 f"with the columns {some(self.names)}"
             )
-        numbers = as_tensor(name, x).double()
-        if is_frame(x) and self.shape == tuple(numbers.shape[1:]):
+        numbers, own = as_tensor(name, x).double(), (self.width,) if self.missing else self.shape
+        if is_frame(x) and own == tuple(numbers.shape[1:]):
             rank_zero_warn(
                 f"{name} is a data frame, and the training data had no names of columns: its columns are taken in "
                 "their order."
             )
-        if tuple(numbers.shape[1:]) != self.shape or numbers.dim() == 0:
-            if numbers.dim() == 2 and len(self.shape) == 1:
+        if tuple(numbers.shape[1:]) != own or numbers.dim() == 0:
+            if numbers.dim() == 2 and len(own) == 1:
                 raise ValueError(
-                    f"{name} has {numbers.shape[1]} columns, and the training data have {self.shape[0]}: pass these"
+                    f"{name} has {numbers.shape[1]} columns, and the training data have {own[0]}: pass these"
                 )
-            shape = ", ".join(map(str, ("n", *self.shape)))
+            shape = ", ".join(map(str, ("n", *own)))
             raise ValueError(f"{name} should have shape ({shape}), got {tuple(numbers.shape)}")
         return numbers
 
@@ -153,25 +185,21 @@ def plain(name: Any) -> Any:
 
 
 def _values_in(series: Any) -> tuple[Any, ...]:
-    """Return the categories that a series has, in their order; with a missing one nothing is known of its row."""
-    missing = int(series.isna().sum())
-    if missing:
-        raise ValueError(
-            f"x has {missing} rows without a category in column {series.name!r}: fill them in "
-            "(x[…].cat.add_categories('missing').fillna('missing')), or leave them out"
-        )
-    return tuple(map(plain, series.cat.remove_unused_categories().cat.categories))
+    """Return the categories that a series has, in their order, and None if some are missing."""
+    own = tuple(map(plain, series.cat.remove_unused_categories().cat.categories))
+    return (*own, None) if bool(series.isna().any()) else own
 
 
 def _indicators(name: str, column: Any, series: Any, values: tuple[Any, ...]) -> np.ndarray:
     """Return 0 or 1 for each row and value, shape (n, values)."""
-    found = [plain(value) for value in series.astype(object)]
+    are_missing = series.isna()
+    found = [None if lacks else plain(value) for value, lacks in zip(series.astype(object), are_missing, strict=True)]
     places = {value: place for place, value in enumerate(values)}
     unknown = next((value for value in found if value not in places), None)
     if any(value not in places for value in found):
+        what = "a missing category" if unknown is None else f"the category {unknown!r}"
         raise ValueError(
-            f"{name} has the category {unknown!r} in column {column!r}, which the training data lack: they have "
-            f"{some(values)}"
+            f"{name} has {what} in column {column!r}, which the training data lack: they have {some(values)}"
         )
     return np.eye(len(values))[[places[value] for value in found]].reshape(-1, len(values))
 
@@ -287,6 +315,8 @@ class Columns:
                 return f"columns {some(theirs.names)}, not {some(ours.names)}"
             if any(ours.categories) and ours.categories != theirs.categories:
                 return "other categories"
+            if ours.missing != theirs.missing:
+                return "missing numbers in other columns"
             if ours.shape != theirs.shape:
                 return f"inputs of shape {theirs.shape}, not {ours.shape}"
             if not (

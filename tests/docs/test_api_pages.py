@@ -14,6 +14,7 @@ PACKAGES = (
     "callbacks",
     "cli",
     "datamodules",
+    "estimators",
     "evaluation",
     "likelihoods",
     "planning",
