@@ -41,6 +41,10 @@ class TableDataModule(ArrayDataModule):
             the first, and rows in none are left out.
         task: "regression", "classes" or "counts"; None guesses by type and values, and says what it guessed: whole
             numbers of an integer type are classes, floats those of a regression.
+        group: what rows have in common that must not be split, such as a patient: a column of the frame, which is then
+            no input, or a value for each row. Rows of one group are in one part.
+        time: when rows were observed: a column of the frame, which is then no input, or a value for each row. The last
+            ones are for testing, those before them for validation; rows of one time are in one part.
         like: a `Posterior`, or the datamodule of its fit, whose columns, categories and scaling these data get, instead
             of statistics of their own; the training part may then be empty.
         shared: `drop_last`, `seed`, `order`, as in `ArrayDataModule`.
@@ -70,15 +74,23 @@ class TableDataModule(ArrayDataModule):
         target: Hashable | list[Any] | None = None,
         splits: Sequence[Any] | None = None,
         task: Task | None = None,
+        group: Any = None,
+        time: Any = None,
         like: Any = None,
         **shared: Any,
     ) -> None:
         super().__init__(batch_size, **shared)
         check_fractions(val_fraction, test_fraction)
         x, y = _apart(x, y, target)
+        names = list(x.columns) if is_frame(x) else []
+        x, groups = _column("group", x, group)
+        x, times = _column("time", x, time)
+        split_by = [name for name in names if name not in x.columns]  # new data may have it
+        if sum(value is not None for value in (groups, times, splits)) > 1:
+            raise ValueError("group, time and splits each say which rows are in which part: pass one of them")
         self._like = _columns_of(like)
         known = Columns() if self._like is None else self._like
-        self._inputs = InputColumns.of_table(x, _names(target)) if known.inputs is None else known.inputs
+        self._inputs = InputColumns.of_table(x, (*_names(target), *split_by)) if known.inputs is None else known.inputs
         self.columns: tuple[Hashable, ...] | None = self._inputs.names or None
         """The names of the inputs, of a pandas frame."""
         self.x = _table(self._inputs, x)
@@ -94,6 +106,9 @@ class TableDataModule(ArrayDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self._say_what_is_missing()
+        if groups is not None or times is not None:
+            fractions = val_fraction, test_fraction
+            splits = _by_group(groups, fractions, self.seed) if groups is not None else _by_time(times, fractions)
         self._rows = _rows(splits, len(self.y), like is not None) if splits is not None else None
         converted = [f"{name} from {kind}" for name, kind in (("x", _kind(x)), ("y", _kind(y))) if kind == "float64"]
         if converted:
@@ -218,6 +233,51 @@ def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
         what = repr(unknown[0]) if unknown else "[]"
         raise ValueError(f"x has no column {what}: it has {', '.join(map(repr, x.columns[:8]))}")
     return x.drop(columns=list(names)), x[list(names)] if isinstance(target, list) else x[target]
+
+
+def _column(name: str, x: Any, given: Any) -> tuple[Any, np.ndarray | None]:
+    """Return inputs without a column that splits the rows, and its values as ranks, (n,); None if none is given."""
+    if given is None:
+        return x, None
+    is_name = is_frame(x) and isinstance(given, Hashable) and not isinstance(given, Tensor)
+    if is_name and given not in x.columns:
+        raise ValueError(f"x has no column {given!r} for {name}: it has {', '.join(map(repr, x.columns[:8]))}")
+    if isinstance(given, str) and not is_name:
+        raise TypeError(f"{name}={given!r} names a column of a pandas frame, got x of {type(x).__name__}")
+    found = x[given] if is_name else given
+    values = np.asarray(found)
+    if values.shape != (len(x),):
+        raise ValueError(f"{name} should have a value for each of the {len(x)} rows, got shape {values.shape}")
+    missing = int(found.isna().sum()) if is_table(found) else int(np.sum(values != values))
+    if missing:
+        raise ValueError(f"{name} has {missing} rows without a value: fill them in, or leave out their rows")
+    ranks = np.unique(values, return_inverse=True)[1]
+    return (x.drop(columns=[given]) if is_name else x), ranks
+
+
+def _by_group(groups: np.ndarray, fractions: tuple[float, float], seed: int) -> list[Tensor]:
+    """Return rows of which those of one group are in one part, with about the shares of groups."""
+    parts = random_split(int(groups.max()) + 1, fractions, seed, check=False)
+    _check_parts("group", parts, fractions, int(groups.max()) + 1)
+    return [torch.as_tensor(np.flatnonzero(np.isin(groups, part.numpy()))) for part in parts]
+
+
+def _by_time(times: np.ndarray, fractions: tuple[float, float]) -> list[Tensor]:
+    """Return the first rows in time, those after them, and the last ones; rows of one time are in one part."""
+    shares = np.searchsorted(np.sort(times), times, side="right") / len(times)  # of the rows up to a row's time
+    test, val = fractions[1], fractions[0] + fractions[1]
+    first, last = shares <= 1 - val + 1e-9, shares > 1 - test + 1e-9
+    parts = [torch.as_tensor(np.flatnonzero(rows)) for rows in (first, ~first & ~last, last)]
+    _check_parts("time", parts, fractions, len(np.unique(times)))
+    return parts
+
+
+def _check_parts(name: str, parts: list[Tensor], fractions: tuple[float, float], count: int) -> None:
+    """Raise if a part that should have rows has none."""
+    if any(len(part) == 0 and share > 0 for part, share in zip(parts, (1.0, *fractions), strict=True)):
+        raise ValueError(
+            f"{name} has {count} different values, which leave a part without rows: pass other fractions (0 for none)"
+        )
 
 
 def _rows(splits: Sequence[Any], count: int, are_scaled: bool) -> list[Tensor]:

@@ -26,7 +26,7 @@ class InputColumns:
             value None is a missing one.
         mean, std: of the encoded inputs, flattened; () if they are used as they are.
         shape: of one encoded input.
-        targets: names of the targets' columns, which a frame may have too.
+        targets: names of the columns that a frame may have too: those of the targets, and one that splits the rows.
         missing: places of the encoded numbers that may be missing; their further inputs are the last ones.
     """
 
