@@ -1,0 +1,1 @@
+"""Whole projects, as their users write them."""
