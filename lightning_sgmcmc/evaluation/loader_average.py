@@ -455,17 +455,19 @@ def metrics_of(
     module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scaling: TargetScaling
 ) -> dict[str, float]:
     """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood; an `rmse_<target>`
-    each for several targets with scalings of their own."""
+    each for several targets, or channels, with scalings of their own."""
     if module.likelihood is None or target is None:
         return {"nll": -log_density.mean().item()}
     factor = scaling.factor
     if isinstance(factor, Tensor):
+        module.likelihood.check_scaling(factor, target)
         factor = factor.to(terms.get("mean", log_density))
     metrics = module.likelihood.metrics(terms, log_density, target, factor)
     found = {name: float(value) for name, value in metrics.items()}
-    if isinstance(factor, Tensor) and "mean" in terms and "rmse" in found:
+    axis = scaling.axis
+    if isinstance(factor, Tensor) and axis is not None and "mean" in terms and "rmse" in found:
         errors = (terms["mean"] - target.reshape(terms["mean"].shape)) * factor
-        each = errors.square().nanmean(0).sqrt().tolist()
+        each = errors.square().movedim(axis, -1).flatten(0, -2).nanmean(0).sqrt().tolist()
         found |= {f"rmse_{name}": value for name, value in zip(scaling.labels, each, strict=True)}
     return found
 

@@ -348,15 +348,16 @@ def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str,
         chosen = probabilities.gather(1, labels[:, None])[:, 0]
         columns["error"] = (probabilities.argmax(1) != labels).float()
         columns["brier"] = probabilities.square().sum(1) - 2 * chosen + 1
-    elif mean is not None and mean.dim() == 2 and target.numel() == mean.numel():
+    elif mean is not None and mean.dim() >= 2 and target.numel() == mean.numel():
         scale = scaling.factor
         errors = mean - target.reshape(mean.shape)
         if isinstance(scale, Tensor):
-            columns["nll"] = columns["nll"] + torch.where(errors.isnan(), 0.0, scale.log().to(errors)).sum(1)
-            columns["square_error"] = (errors * scale.to(errors)).square().nanmean(1)
+            logs = torch.where(errors.isnan(), 0.0, scale.log().to(errors))
+            columns["nll"] = columns["nll"] + logs.flatten(1).sum(1)
+            columns["square_error"] = (errors * scale.to(errors)).square().flatten(1).nanmean(1)
         else:
-            columns["nll"] = columns["nll"] + (~errors.isnan()).sum(1) * math.log(scale)
-            columns["square_error"] = errors.square().nanmean(1) * scale**2
+            columns["nll"] = columns["nll"] + (~errors.isnan()).flatten(1).sum(1) * math.log(scale)
+            columns["square_error"] = errors.square().flatten(1).nanmean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
     return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
 

@@ -255,7 +255,7 @@ class Conformal:
 
     Attributes:
         posterior: the `Posterior`.
-        threshold: the calibrated nonconformity: shape () for classes, (D,) for numbers.
+        threshold: the calibrated nonconformity: shape () for classes; of a target, such as (D,), for numbers.
         level: the guaranteed coverage.
         method: of class sets.
         seed: of the draws of adaptive sets.
@@ -306,8 +306,9 @@ def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, m
     if joined.dim() == 1 or not bool(joined.isnan().any()):
         threshold = decisions.conformal_threshold(joined, level)
     else:  # a number that is not observed is NaN
-        observed = (each[~each.isnan()] for each in joined.unbind(1))
-        threshold = torch.stack([decisions.conformal_threshold(each, level) for each in observed])
+        observed = (each[~each.isnan()] for each in joined.flatten(1).unbind(1))
+        each = [decisions.conformal_threshold(scores, level) for scores in observed]
+        threshold = torch.stack(each).reshape(joined.shape[1:])
     return Conformal(posterior, threshold, level, method, seed, len(joined))
 
 
@@ -335,7 +336,7 @@ def _scores(
         entries = None if likelihood is None else likelihood.observed_entries(target)
         target = target if entries is None else target.masked_fill(~entries, torch.nan)
         errors = (target.reshape(mean.shape) - mean).abs() / std
-        return errors[~errors.isnan().all(1)]
+        return errors[~errors.isnan().flatten(1).all(1)]
     raise TypeError(
         f"conformal makes sets of classes or intervals of numbers, and {type(likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"

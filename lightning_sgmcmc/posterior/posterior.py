@@ -196,7 +196,7 @@ class Posterior(StoredSamples):
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         scaling = self.store.scaling
-        return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
+        return prediction if scaling is None else prediction.rescaled(scaling.shift, scaling.factor)
 
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.

@@ -123,7 +123,8 @@ def test_half_precision_outputs_are_scored_in_float32() -> None:
         (Gaussian(), torch.zeros(4, 2), torch.zeros(4), r"outputs of shape \(4, 2\) for targets of shape \(4, 1\)"),
         (Gaussian(), torch.zeros(4, 1), torch.zeros(1, 4), r"outputs of shape \(4, 1\) for targets of shape \(1, 4\)"),
         (Gaussian(), torch.zeros(4), torch.zeros(1), r"outputs of shape \(4, 1\) for targets of shape \(1, 1\)"),
-        (Gaussian(), torch.zeros(4, 2, 2), torch.zeros(4, 2, 2), r"shape \(n, D\) or \(n,\), got \(4, 2, 2\)"),
+        (Gaussian(), torch.zeros(4, 1, 2, 2), torch.zeros(4, 2, 2), r"\(4, 1, 2, 2\) for targets of shape \(4, 2, 2\)"),
+        (Gaussian(), torch.zeros(()), torch.zeros(()), r"shape \(n, …\), got a single number"),
     ],
 )
 def test_wrong_shapes_are_refused(likelihood: Likelihood, output: Tensor, target: Tensor, message: str) -> None:
