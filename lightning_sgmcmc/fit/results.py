@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, within_groups
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
+from lightning_sgmcmc.diagnostics.scores import expected_scores
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import free_name, parse_json, read_regular, without_secrets, write_output
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
@@ -348,6 +349,9 @@ def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str,
         chosen = probabilities.gather(1, labels[:, None])[:, 0]
         columns["error"] = (probabilities.argmax(1) != labels).float()
         columns["brier"] = probabilities.square().sum(1) - 2 * chosen + 1
+    elif probabilities is not None and target.is_floating_point() and target.shape == probabilities.shape:
+        columns["nll"], columns["brier"], right = expected_scores(probabilities, target)
+        columns["error"] = 1 - right
     elif mean is not None and mean.dim() >= 2 and target.numel() == mean.numel():
         scale = scaling.factor
         errors = mean - target.reshape(mean.shape)

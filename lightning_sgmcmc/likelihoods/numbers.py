@@ -240,9 +240,7 @@ class MixtureOfGaussians(Likelihood):
 def _checked_axis(axis: int) -> int:
     check_kind("axis", axis, int, optional=False)
     if axis == 0:
-        raise ValueError(
-            "axis=0 is the axis of the data: pass 1 for channels as of a convolution, -1 for the last axis"
-        )
+        raise ValueError("axis=0 is the axis of the data: pass 1 for a convolution's channels, -1 for the last axis")
     return axis
 
 

@@ -380,8 +380,9 @@ def of_both(probabilities: Tensor) -> Tensor:
 class RegressionPrediction(Prediction):
     """The predictive of n inputs of D numbers, in the data's units if the posterior knows their scaling.
 
-    Of fields and sequences, (n, D) is the targets' shape, (n, C, H, W) or (n, T, D). It is the weighted mixture of the samples' distributions: quantiles and intervals are the mixture's own. After
-    `Posterior.calibrate` it is that mixture, stretched about its mean by the fitted factor.
+    It is the weighted mixture of the samples' distributions: quantiles and intervals are the mixture's own. After
+    `Posterior.calibrate` it is that mixture, stretched about its mean by the fitted factor. Of fields and sequences,
+    (n, C, H, W) or (n, T, D) takes the place of (n, D).
 
     Args:
         mean: its mean, shape (n, D).
