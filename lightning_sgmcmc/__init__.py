@@ -20,9 +20,11 @@ from lightning_sgmcmc.expansion import expand
 from lightning_sgmcmc.likelihoods import (
     Bernoulli,
     Categorical,
+    Censored,
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    LogNormal,
     MixtureOfGaussians,
     MultiLabelBernoulli,
     NegativeBinomial,
@@ -31,6 +33,7 @@ from lightning_sgmcmc.likelihoods import (
     Poisson,
     StudentT,
     TokenCategorical,
+    Weibull,
 )
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -81,6 +84,7 @@ __all__ = [
     "BayesianModule",
     "Bernoulli",
     "Categorical",
+    "Censored",
     "ChainStrategy",
     "ClassPrediction",
     "ClusteredOrder",
@@ -100,6 +104,7 @@ __all__ = [
     "LaplacePrior",
     "LearnedContour",
     "Likelihood",
+    "LogNormal",
     "MixtureOfGaussians",
     "MultiLabelBernoulli",
     "MultiLabelPrediction",
@@ -125,6 +130,7 @@ __all__ = [
     "SymmetricOrder",
     "TokenCategorical",
     "UnderdampedLangevin",
+    "Weibull",
     "__version__",
     "bayesianize",
     "cluster_data",

@@ -127,6 +127,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
+        _check_numbers("calibrate", mean, target)
         target = target.reshape(mean.shape)
         value = decisions.fit_std_factor(mean, std, target)
         before, after = decisions.gaussian_nll(mean, std, target), decisions.gaussian_nll(mean, std * value, target)
@@ -165,6 +166,15 @@ def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
             "or a list of batches, [(x, y)]"
         )
     return data
+
+
+def _check_numbers(what: str, mean: Tensor, target: Tensor) -> None:
+    """Raise unless targets are the numbers that are predicted."""
+    if mean.numel() != target.numel():
+        raise TypeError(
+            f"{what} compares predictions {tuple(mean.shape)} with the numbers themselves, and the targets have shape "
+            f"{tuple(target.shape)}: pass data whose numbers are known, not bounds of them"
+        )
 
 
 def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:
@@ -332,6 +342,7 @@ def _scores(
         return _scores_of_classes(probabilities, method, generator).gather(1, labels[:, None])[:, 0]
     if isinstance(prediction, RegressionPrediction):
         mean, std = widest(prediction.mean), widest(prediction.std)
+        _check_numbers("conformal", mean, target)
         target = target.to(mean)
         entries = None if likelihood is None else likelihood.observed_entries(target)
         target = target if entries is None else target.masked_fill(~entries, torch.nan)

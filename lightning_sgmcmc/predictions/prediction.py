@@ -432,6 +432,10 @@ class RegressionPrediction(Prediction):
         """
         return self._mixture("cdf").cdf(self._numbers(y)).to(self.mean.dtype)
 
+    def survival(self, y: Tensor | float) -> Tensor:
+        """Return P(Y > y) = 1 - cdf(y), shape (n, D); of durations the probability to last longer than y."""
+        return 1 - self.cdf(y)
+
     def log_prob(self, y: Tensor | float) -> Tensor:
         """Return the log density (of counts, probability) of each datum's D numbers together, in nats, shape (n,).
 

@@ -279,7 +279,7 @@ class Columns:
         inputs: the inputs' columns and scaling; None if they are not known.
         targets: the targets' scaling; None if they were not scaled, or if it is not known.
         classes: the classes' names, in the order of their labels; () if they have none.
-        task: what the targets are: "regression", "classes" or "counts"; "" if it is not known.
+        task: what the targets are: "regression", "classes", "counts" or "censored"; "" if it is not known.
     """
 
     IF_SET: ClassVar = ("inputs", "targets", "classes", "task")

@@ -243,7 +243,7 @@ def test_the_posterior_counts_every_place_of_every_sequence() -> None:
     """A linear regression at each place of a sequence: the draws are those of the closed form, from mini-batches."""
     x, noise = random(24, 9, 2), 3.0
     y = 0.5 * x[..., :1] - x[..., 1:] + noise * random(24, 9, 1, seed=1)
-    options: dict[str, Any] = {"sampler": SGLD, "lr": 0.02, "num_chains": 40, "chain_execution": "vmap"}
+    options: dict[str, Any] = {"sampler": SGLD, "lr": 0.08, "num_chains": 40, "chain_execution": "vmap"}
     module = BayesianModule(nn.Linear(2, 1, bias=False), Gaussian(noise), **options)
     callbacks = [SamplingSchedule(burn_in_steps=60, every_n_steps=20), SampleCollector(in_memory=True)]
     trainer = quiet_trainer(max_steps=220, callbacks=callbacks)
@@ -255,3 +255,29 @@ def test_the_posterior_counts_every_place_of_every_sequence() -> None:
     error = std / math.sqrt(len(draws) / 4)  # draws of a chain are correlated
     assert ((draws.mean(0) - mean).abs() / error).max() < 4.5
     torch.testing.assert_close(draws.std(0), std, rtol=0.25, atol=0)
+
+
+# -- maps -------------------------------------------------------------------------------------------------------------
+
+
+def test_maps_show_the_numbers_that_were_predicted() -> None:
+    data = Fields()
+    module = fitted(data, Gaussian(0.5), 2)
+    found, third = module.posterior.predict(data.x[2:3]), data.y[2:3]
+    figure = module.posterior.plot_map(data.x[2:3], third)
+    maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    assert len(maps) == 5 * CHANNELS
+    for channel in range(CHANNELS):
+        mean, own, total, seen, error = (
+            torch.as_tensor(one.filled(math.nan)).float() for one in maps[5 * channel :][:5]
+        )
+        torch.testing.assert_close(mean, found.mean[0, channel])
+        torch.testing.assert_close(own, found.epistemic_std[0, channel])
+        torch.testing.assert_close(total, found.std[0, channel])
+        torch.testing.assert_close(seen, third[0, channel], equal_nan=True)
+        torch.testing.assert_close(error, (third - found.mean)[0, channel], equal_nan=True)
+    assert len([axes for axes in module.posterior.plot_map(data.x[2:3]).axes if axes.images]) == 3 * CHANNELS
+    with pytest.raises(ValueError, match="one field"):
+        module.posterior.plot_map(data.x)
+    with pytest.raises(ValueError, match="shape of the predictions"):
+        module.posterior.plot_map(data.x[:1], data.y)
