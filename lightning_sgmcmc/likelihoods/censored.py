@@ -78,8 +78,7 @@ class Censored(Likelihood):
         return self.likelihood.terms(output)
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        exact = {name: widest(part) for name, part in self.kept_components(output).items()}
-        law: Any = self.distribution(**exact, validate_args=False)  # type: ignore[misc]
+        law: Any = self.law(widest(output))
         bounds = self._bounds(target, law)
         low, high = widest(bounds.low), widest(bounds.high)
         has_low, has_high = bounds.has_low, bounds.has_high
@@ -181,6 +180,8 @@ def right_censored(time: Any, event: Any) -> Tensor:
         ValueError: for arrays of other shapes, or other values of `event`.
 
     Example::
+
+        from lightning_sgmcmc.likelihoods import right_censored
 
         time, event = [2.0, 5.0], [True, False]  # the second lasted for at least 5
         module = BayesianModule(torch.nn.Linear(3, 1), Censored(Weibull(learned=True)), lr=1e-3)

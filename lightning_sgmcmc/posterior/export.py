@@ -329,9 +329,9 @@ def plot_map(prediction: Prediction, y: Any, names: Sequence[str]) -> "Figure":
     if observed is not None and observed.numel() != prediction.mean.numel():
         raise ValueError(f"y should have the shape of the predictions, {shape}, got {tuple(observed.shape)}")
     parts = (prediction.mean, prediction.std, prediction.epistemic_std)
-    maps = [part.detach().cpu().reshape(field).numpy() for part in parts]
+    mean, std, epistemic = (part.detach().cpu().reshape(field).numpy() for part in parts)
     seen = None if observed is None else observed.reshape(field).numpy()
-    return maps_figure(*maps, seen, names if len(names) == len(maps[0]) else None)
+    return maps_figure(mean, std, epistemic, seen, names if len(names) == len(mean) else None)
 
 
 def plot_reliability(prediction: Prediction, y: Any) -> "Figure":

@@ -23,6 +23,7 @@ from lightning_sgmcmc import (
     MixtureOfGaussians,
     Poisson,
     Posterior,
+    RegressionPrediction,
     StudentT,
     Weibull,
 )
@@ -228,6 +229,7 @@ def test_from_fit_to_survival_curves(tmp_path: Path) -> None:
     assert set(metrics) == {"nll", "coverage_50", "coverage_90", "mae"}
     posterior = Posterior.load(tmp_path / "s")
     prediction = posterior.predict(x)
+    assert isinstance(prediction, RegressionPrediction)
     times = torch.linspace(0.0, 8.0, 30)
     curve = torch.stack([prediction.survival(float(t)) for t in times])
     assert curve.shape == (30, 40, 1)

@@ -265,7 +265,7 @@ def test_maps_show_the_numbers_that_were_predicted() -> None:
     module = fitted(data, Gaussian(0.5), 2)
     found, third = module.posterior.predict(data.x[2:3]), data.y[2:3]
     figure = module.posterior.plot_map(data.x[2:3], third)
-    maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    maps: list[Any] = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert len(maps) == 5 * CHANNELS
     for channel in range(CHANNELS):
         mean, own, total, seen, error = (
