@@ -100,7 +100,7 @@ class ArrayDataModule(pl.LightningDataModule):
     num_classes: int | None = None
     """Number of classes, None in regression."""
     task: str = ""
-    """What the targets are: "regression", "classes" or "counts"; "" if it is not said."""
+    """What the targets are: "regression", "classes", "counts" or "censored"; "" if it is not said."""
     task_is_said: bool = True
     """Whether the user has said it, or the values suggest it."""
     target_mean: Any = None

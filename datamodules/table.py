@@ -14,8 +14,8 @@ from lightning_sgmcmc.tables import Columns, InputColumns, is_frame
 from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, is_categorical, is_table
 from lightning_sgmcmc.tables.columns import plain, some
 
-Task = Literal["regression", "classes", "counts"]
-TASKS = ("regression", "classes", "counts")
+Task = Literal["regression", "classes", "counts", "censored"]
+TASKS = ("regression", "classes", "counts", "censored")
 FEW_VALUES = 20
 """Whole numbers of at most so many values, as floats, could be classes."""
 
@@ -24,14 +24,15 @@ class TableDataModule(ArrayDataModule):
     """Rows of a table, split at random and standardised by the training part.
 
     `task` says what the targets are. Those of a regression are standardised too, each by itself, and `target_mean` and
-    `target_std` convert back to their units. Classes are split within each class. Counts stay as they are. Names,
+    `target_std` convert back to their units. Classes are split within each class. Counts stay as they are, and so do
+    the bounds (lower, upper) of `Censored`, task="censored". Names,
     categories and scaling are kept with a fit's samples, so `Posterior.predict(frame)` needs no datamodule.
 
     Args:
         x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array. A
             column of pandas' type "category" becomes an input of 0 or 1 for each of its categories, a missing one
             included. A missing number (NaN) becomes the mean, and a further input says where it is missing.
-        y: targets, shape (n,) or (n, D); of classes (n,), labels from 0 or names; None with `target`.
+        y: targets, shape (n,) or (n, D); bounds (n, 2); of classes (n,), labels from 0 or names; None with `target`.
         batch_size: data per batch.
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
         val_fraction: share of the rows for validation, in [0, 1).
@@ -39,7 +40,7 @@ class TableDataModule(ArrayDataModule):
         target: the column of a pandas frame x with the targets, or a list of such columns; the others are the inputs.
         splits: the numbers of the training, validation and test rows, instead of random shares; any may be empty but
             the first, and rows in none are left out.
-        task: "regression", "classes" or "counts"; None guesses by type and values, and says what it guessed: whole
+        task: "regression", "classes", "counts" or "censored"; None guesses by type and values, and says what: whole
             numbers of an integer type are classes, floats those of a regression.
         group: what rows have in common that must not be split, such as a patient: a column of the frame, which is then
             no input, or a value for each row. Rows of one group are in one part.
@@ -344,7 +345,7 @@ class Targets:
 def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targets:
     """Return the targets of a table; `y` is numbers, (n,) or (n, D), or of classes also their names, (n,)."""
     if task is not None and task not in TASKS:
-        raise ValueError(f"task must be 'regression', 'classes' or 'counts', got {task!r}")
+        raise ValueError(f"task must be 'regression', 'classes', 'counts' or 'censored', got {task!r}")
     names = tuple(map(plain, as_frame(y).columns)) if is_table(y) else ()
     names = () if names == (0,) and not hasattr(y, "columns") else names  # a series without a name
     if task == "classes":
@@ -356,6 +357,10 @@ def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targe
         values = values[:, 0]
     if values.dim() not in (1, 2) or len(values) == 0:
         raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
+    if task == "censored":
+        if values.dim() != 2 or values.shape[1] != 2:
+            raise ValueError(f"y of task='censored' should be (lower, upper), shape (n, 2), got {tuple(values.shape)}")
+        return Targets(values.double(), "censored", names)
     if values.is_floating_point():
         _check_observed(values, task)
     if task is None:
@@ -473,7 +478,9 @@ def _check_observed(values: Tensor, task: str | None) -> None:
     """Raise unless numbers are finite, or NaN where a target is not observed."""
     infinite, missing = int(values.isinf().sum()), values.isnan()
     if infinite:
-        raise ValueError(f"y has {infinite} infinite values: correct them, or leave out their rows")
+        raise ValueError(
+            f"y has {infinite} infinite values: correct them, leave out their rows, or pass task='censored' for bounds"
+        )
     if bool(missing.all(0).any()):
         raise ValueError("y has a target whose values are all NaN: leave it out")
     if task == "classes" and bool(missing.any()):

@@ -20,9 +20,11 @@ from lightning_sgmcmc.expansion import expand
 from lightning_sgmcmc.likelihoods import (
     Bernoulli,
     Categorical,
+    Censored,
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    LogNormal,
     MixtureOfGaussians,
     MultiLabelBernoulli,
     NegativeBinomial,
@@ -31,6 +33,7 @@ from lightning_sgmcmc.likelihoods import (
     Poisson,
     StudentT,
     TokenCategorical,
+    Weibull,
 )
 from lightning_sgmcmc.loops import SampleWriter
 from lightning_sgmcmc.module import BayesianModule
@@ -82,6 +85,7 @@ __all__ = [
     "BayesianModule",
     "Bernoulli",
     "Categorical",
+    "Censored",
     "ChainStrategy",
     "ClassPrediction",
     "ClusteredOrder",
@@ -101,6 +105,7 @@ __all__ = [
     "LaplacePrior",
     "LearnedContour",
     "Likelihood",
+    "LogNormal",
     "MixtureOfGaussians",
     "MultiLabelBernoulli",
     "MultiLabelPrediction",
@@ -127,6 +132,7 @@ __all__ = [
     "SymmetricOrder",
     "TokenCategorical",
     "UnderdampedLangevin",
+    "Weibull",
     "__version__",
     "bayesianize",
     "cluster_data",

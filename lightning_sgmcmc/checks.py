@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -148,6 +148,9 @@ def names_arguments(cls: type) -> None:
     def checking_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= set(names):
             owner = next(base for base in type(self).__mro__ if is_of_library(base))
+            refused: Mapping[str, str] = getattr(owner, "refused_arguments", {})
+            if found := [name for name in kwargs if name in refused]:
+                raise TypeError(f"{owner.__name__}: {refused[found[0]]}")
             check_names(owner.__name__, kwargs.keys() - set(names), names_of(owner))
         init(self, *args, **kwargs)
 

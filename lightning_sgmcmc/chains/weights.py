@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
+from lightning_sgmcmc.tables import TargetScaling
 from lightning_sgmcmc.tensors import exact_device
 
 LAST = 64
@@ -64,6 +65,7 @@ class FirstBatches:
         low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)
+            _check_scaling(self._model, target)
             with at_first_chain(self._model, self._chains, batch) as first:
                 each = self._model.log_likelihood(first)
             check_shape(each)
@@ -129,6 +131,13 @@ def _check_observed(model: EnergyModel, target: Any) -> None:
         f"{type(model.likelihood).__name__}: targets must be finite numbers or labels, and all {len(dataset)} of the "
         "training data are NaN or missing, so nothing would be learned: correct the targets"
     )
+
+
+def _check_scaling(model: EnergyModel, target: Any) -> None:
+    """Raise ValueError if the datamodule's scaling of the targets is not one of these targets."""
+    scaling = TargetScaling.of_datamodule(getattr(getattr(model, "_trainer", None), "datamodule", None))
+    if scaling is not None and model.likelihood is not None and isinstance(target, Tensor):
+        model.likelihood.check_scaling(scaling.factor, target)
 
 
 def _check_tokens(model: EnergyModel, batch: Any) -> None:

@@ -50,7 +50,7 @@ def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
     """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum; targets that are NaN have no term."""
     standardised = (widest(target) - widest(mean)) / widest(std)
     each = standardised.square() / 2 + widest(std).log() + math.log(2 * math.pi) / 2
-    return float(each.nansum(-1).mean())
+    return float(each.flatten(1).nansum(-1).mean())
 
 
 # -- conformal ---------------------------------------------------------------------------------------------------------

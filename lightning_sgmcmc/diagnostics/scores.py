@@ -182,6 +182,40 @@ def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, T
     }
 
 
+def expected_classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Return the expectations of `classification_metrics` over labels that are drawn from the targets.
+
+    With predictions p and targets q, and y(p) the most probable class: accuracy mean(q_y(p)), nll mean(-Σ_k q_k·log
+    p_k), brier mean(Σ_k p_k² - 2·Σ_k q_k·p_k + 1), and an ece of this accuracy.
+
+    Args:
+        probabilities: shape (n, K).
+        target: probabilities of the labels, shape (n, K).
+
+    >>> half = torch.tensor([[0.5, 0.5]])
+    >>> expected_classification_metrics(torch.tensor([[0.75, 0.25]]), half)["brier"]
+    tensor(0.6250)
+    """
+    nll, brier, right = expected_scores(probabilities, target)
+    confidence = probabilities.max(-1).values
+    gaps = torch.zeros(CALIBRATION_BINS, dtype=confidence.dtype, device=confidence.device)
+    return {
+        "accuracy": right.mean(),
+        "nll": nll.mean(),
+        "brier": brier.mean(),
+        "ece": gaps.index_add(0, confidence_bin(confidence), confidence - right).abs().sum() / len(right),
+        "entropy": predictive_entropy(probabilities).mean(),
+    }
+
+
+def expected_scores(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return NLL, Brier score and probability of a right label of each datum, each (n,), for targets (n, K)."""
+    p, q = probabilities, target.to(probabilities)
+    nll = -torch.special.xlogy(q, p.clamp_min(torch.finfo(p.dtype).tiny)).sum(-1)
+    brier = p.square().sum(-1) - 2 * (p * q).sum(-1) + 1
+    return nll, brier, q.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
+
+
 def detection_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
     """Return how well a score separates inputs from elsewhere (unknown), which should have the larger score.
 

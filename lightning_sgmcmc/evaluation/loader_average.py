@@ -471,17 +471,19 @@ def metrics_of(
     module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scaling: TargetScaling
 ) -> dict[str, float]:
     """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood; an `rmse_<target>`
-    each for several targets with scalings of their own."""
+    each for several targets, or channels, with scalings of their own."""
     if module.likelihood is None or target is None:
         return {"nll": -log_density.mean().item()}
     factor = scaling.factor
     if isinstance(factor, Tensor):
+        module.likelihood.check_scaling(factor, target)
         factor = factor.to(terms.get("mean", log_density))
     metrics = module.likelihood.metrics(terms, log_density, target, factor)
     found = {name: float(value) for name, value in metrics.items()}
-    if isinstance(factor, Tensor) and "mean" in terms and "rmse" in found:
+    axis = scaling.axis
+    if isinstance(factor, Tensor) and axis is not None and "mean" in terms and "rmse" in found:
         errors = (terms["mean"] - target.reshape(terms["mean"].shape)) * factor
-        each = errors.square().nanmean(0).sqrt().tolist()
+        each = errors.square().movedim(axis, -1).flatten(0, -2).nanmean(0).sqrt().tolist()
         found |= {f"rmse_{name}": value for name, value in zip(scaling.labels, each, strict=True)}
     return found
 
@@ -536,11 +538,17 @@ def guessing_metrics(
     nll = likelihood.chance_nll(target)
     density = torch.full((len(target),), math.nan if nll is None else -nll, device=target.device)
     if "probabilities" in terms:
-        labels, classes = likelihood.labels(target).reshape(-1), terms["probabilities"].shape[-1]
-        shares = torch.bincount(labels.cpu(), minlength=classes).to(terms["probabilities"]) / len(labels)
+        probabilities = terms["probabilities"]
+        if target.is_floating_point() and target.shape == probabilities.shape:  # soft labels
+            shares = target.mean(0).to(probabilities)
+        else:
+            labels = likelihood.labels(target).reshape(-1)
+            shares = torch.bincount(labels.cpu(), minlength=probabilities.shape[-1]).to(probabilities) / len(labels)
         guess = {"probabilities": shares}
     elif "label_probabilities" in terms or "mean" in terms:
         name = "mean" if "mean" in terms else "label_probabilities"
+        if target.numel() != terms[name].numel():
+            return {}  # bounds, say
         numbers = target.to(terms[name]).reshape(terms[name].shape)
         known = ~numbers.isnan() if likelihood.missing is None else numbers != likelihood.missing
         mean = (numbers.nan_to_num() * known).sum(0) / known.sum(0)

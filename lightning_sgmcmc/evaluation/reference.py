@@ -171,6 +171,8 @@ class StoredScores:
     def _selective(self, terms: Mapping[str, Tensor], target: Tensor | None) -> dict[str, float]:
         if not self._with_scores or target is None or "probabilities" not in terms or terms["probabilities"].dim() != 2:
             return {}
+        if target.is_floating_point() and target.shape == terms["probabilities"].shape:
+            return {}  # soft labels are neither right nor wrong
         read = getattr(self._likelihood, "labels", None)
         labels = (read(target) if read is not None else target).long()
         probabilities = terms["probabilities"]

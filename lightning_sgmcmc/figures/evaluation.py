@@ -153,6 +153,54 @@ def histogram_figure(values: Sequence[float], label: str) -> "Figure":
     return figure
 
 
+def maps_figure(
+    mean: Any, std: Any, epistemic: Any, observed: Any | None = None, labels: Sequence[str] | None = None
+) -> "Figure":
+    """Draw a field's predictive mean, epistemic and total standard deviation, and with observations these and errors.
+
+    Both standard deviations have one colour scale, so that they compare, and so have the mean and the observed field.
+    Errors have a scale around 0.
+
+    Args:
+        mean, std, epistemic: shape (C, H, W); one row of maps for each channel.
+        observed: likewise; NaN stays blank.
+        labels: the channels' names; None numbers them.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    centre, total, own = (np.asarray(part, dtype=float) for part in (mean, std, epistemic))
+    seen = None if observed is None else np.asarray(observed, dtype=float)
+    names = [str(index) for index in range(len(centre))] if labels is None else list(labels)
+    titles = ["mean", "epistemic sd", "total sd", *([] if seen is None else ["observed", "observed - mean"])]
+    columns = len(titles)
+    height = 0.3 + len(centre) * (0.35 + PAGE_WIDTH / columns * centre.shape[1] / centre.shape[2])
+    figure, grid = panels(len(centre), columns, PAGE_WIDTH, min(height, 9.0))
+    for row, channel in zip(grid, range(len(centre)), strict=True):
+        maps = [centre[channel], own[channel], total[channel]]
+        levels = [centre[channel]] if seen is None else [centre[channel], seen[channel]]
+        level = float(min(np.nanmin(part) for part in levels)), float(max(np.nanmax(part) for part in levels))
+        spread = 0.0, float(np.nanmax(total[channel]))
+        limits, colours = [level, spread, spread], ["viridis", "magma", "magma"]
+        if seen is not None:
+            error = seen[channel] - centre[channel]
+            largest = float(np.nanmax(np.abs(error)))
+            maps, limits = [*maps, seen[channel], error], [*limits, level, (-largest, largest)]
+            colours = [*colours, "viridis", "RdBu_r"]
+        for axes, values, (low, high), colour in zip(row, maps, limits, colours, strict=True):
+            image = axes.imshow(values, vmin=low, vmax=high, cmap=colour, interpolation="nearest")
+            bar = figure.colorbar(image, ax=axes, orientation="horizontal", pad=0.04, fraction=0.08)
+            bar.ax.tick_params(labelsize=6)
+            bar.locator = MaxNLocator(3)
+            bar.update_ticks()
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+        if len(centre) > 1 or labels is not None:
+            row[0].set_ylabel(literal(names[channel]), fontsize=8)
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, fontsize=8)
+    return figure
+
+
 def predictions_figure(
     place: Sequence[float],
     mean: Sequence[float],

@@ -26,7 +26,7 @@ from lightning_sgmcmc.chains.trainer import (
     is_trial,
     repeated_batches,
 )
-from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
+from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
 from lightning_sgmcmc.priors import GaussianPrior
@@ -42,7 +42,7 @@ Timer = pl.callbacks.Timer
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
-TARGETS = {"regression": "numbers", "classes": "classes", "counts": "counts"}
+TARGETS = {"regression": "numbers", "classes": "classes", "counts": "counts", "censored": "bounds of numbers"}
 
 REFUSED: dict[str, str] = {
     "StochasticWeightAveraging": "{} averages weights and sets the step size, so the chain samples nothing: remove it",
@@ -99,6 +99,8 @@ def task_of(likelihood: Any) -> str:
     law = getattr(likelihood, "distribution", None)
     if law is None:
         return ""
+    if isinstance(likelihood, Censored):
+        return "censored"
     return "counts" if bool(getattr(getattr(law, "support", None), "is_discrete", False)) else "regression"
 
 

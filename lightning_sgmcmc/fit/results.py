@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, within_groups
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
+from lightning_sgmcmc.diagnostics.scores import expected_scores
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import free_name, parse_json, read_regular, without_secrets, write_output
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
@@ -348,15 +349,19 @@ def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str,
         chosen = probabilities.gather(1, labels[:, None])[:, 0]
         columns["error"] = (probabilities.argmax(1) != labels).float()
         columns["brier"] = probabilities.square().sum(1) - 2 * chosen + 1
-    elif mean is not None and mean.dim() == 2 and target.numel() == mean.numel():
+    elif probabilities is not None and target.is_floating_point() and target.shape == probabilities.shape:
+        columns["nll"], columns["brier"], right = expected_scores(probabilities, target)
+        columns["error"] = 1 - right
+    elif mean is not None and mean.dim() >= 2 and target.numel() == mean.numel():
         scale = scaling.factor
         errors = mean - target.reshape(mean.shape)
         if isinstance(scale, Tensor):
-            columns["nll"] = columns["nll"] + torch.where(errors.isnan(), 0.0, scale.log().to(errors)).sum(1)
-            columns["square_error"] = (errors * scale.to(errors)).square().nanmean(1)
+            logs = torch.where(errors.isnan(), 0.0, scale.log().to(errors))
+            columns["nll"] = columns["nll"] + logs.flatten(1).sum(1)
+            columns["square_error"] = (errors * scale.to(errors)).square().flatten(1).nanmean(1)
         else:
-            columns["nll"] = columns["nll"] + (~errors.isnan()).sum(1) * math.log(scale)
-            columns["square_error"] = errors.square().nanmean(1) * scale**2
+            columns["nll"] = columns["nll"] + (~errors.isnan()).flatten(1).sum(1) * math.log(scale)
+            columns["square_error"] = errors.square().flatten(1).nanmean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
     return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
 

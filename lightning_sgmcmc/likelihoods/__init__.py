@@ -6,24 +6,31 @@ into metrics and predictions. Averages are over probabilities and moments, never
 """
 
 from lightning_sgmcmc.likelihoods.base import Likelihood
-from lightning_sgmcmc.likelihoods.classes import Bernoulli, Categorical, ClassLikelihood, Ordinal
+from lightning_sgmcmc.likelihoods.censored import Censored, right_censored
+from lightning_sgmcmc.likelihoods.classes import Bernoulli, Categorical, ClassLikelihood, Ordinal, PairwiseScore
 from lightning_sgmcmc.likelihoods.counts import NegativeBinomial, Poisson
+from lightning_sgmcmc.likelihoods.durations import LogNormal, Weibull
 from lightning_sgmcmc.likelihoods.labels import MultiLabelBernoulli, PixelCategorical, TokenCategorical
 from lightning_sgmcmc.likelihoods.numbers import Gaussian, HeteroscedasticGaussian, MixtureOfGaussians, StudentT
 
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Censored",
     "ClassLikelihood",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "LogNormal",
     "MixtureOfGaussians",
     "MultiLabelBernoulli",
     "NegativeBinomial",
     "Ordinal",
+    "PairwiseScore",
     "PixelCategorical",
     "Poisson",
     "StudentT",
     "TokenCategorical",
+    "Weibull",
+    "right_censored",
 ]

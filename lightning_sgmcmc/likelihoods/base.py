@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 from lightning_sgmcmc.checks import check_within, names_arguments
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
+from lightning_sgmcmc.tables.columns import check_broadcasts
 from lightning_sgmcmc.tensors import widest
 
 COVERAGE_LEVELS = (0.5, 0.9)
@@ -76,7 +77,7 @@ class Likelihood(nn.Module):
             output: the network's output, in float32 or float64.
 
         Returns:
-            tensors that broadcast to (n, D), the targets' shape; (n,) is (n, 1).
+            tensors that broadcast to (n, D) or (n, …), the targets' shape; (n,) is (n, 1).
         """
         raise NotImplementedError(f"{type(self).__name__} needs components(output) for its distribution")
 
@@ -140,14 +141,15 @@ class Likelihood(nn.Module):
         """Return metrics of the averaged predictive; all tensors are in host memory if the module is on CUDA.
 
         The defaults are `rmse`, `nll` and, with a distribution function, the share of targets in the central 50 % and
-        90 % intervals. A count on an interval's edge belongs to it by the share that makes the interval exact.
+        90 % intervals. A count on an interval's edge belongs to it by the share that makes the interval exact. All but
+        `nll`, which is of a datum's numbers together, are of single numbers.
 
         Args:
             terms: the averages of `terms` and `target_terms`.
             log_density: log of the averaged density of each datum, shape (n,).
             target: the targets.
-            scale: the divisor that standardised the targets; a tensor (D,) has one for each of several targets. Metrics
-                are in the original units.
+            scale: the divisor that standardised the targets; a tensor that broadcasts to one target, such as (D,) or
+                (C, 1, 1), has one for each of its numbers or channels. Metrics are in the original units.
         """
         mean, observed = terms["mean"], self.observed_entries(target)
         target = columns(target, type(self).__name__)
@@ -226,6 +228,15 @@ class Likelihood(nn.Module):
                 f"{type(self).__name__}: targets must be {wanted}, got {outside.reshape(-1)[0].item():.6g}"
             )
 
+    def check_scaling(self, scale: float | Tensor, target: Tensor) -> None:
+        """Check the scaling of a fit's targets, the datamodule's `target_std`, with the first batch.
+
+        Raises:
+            ValueError: if it is neither one number nor a tensor that broadcasts to one target.
+        """
+        if self.distribution is not None:
+            check_broadcasts("target_std", scale, columns(target, type(self).__name__))
+
     def doubt(self, low: float, high: float) -> str | None:
         """Return what is probably wrong if all outputs of a fit's first batches are in [low, high], or None."""
         return None
@@ -245,7 +256,7 @@ class Likelihood(nn.Module):
     # -- the distribution ---------------------------------------------------------------------------------------------
 
     def law(self, output: Tensor) -> Distribution:
-        """Return the distribution of the targets, of shape (n, D)."""
+        """Return the distribution of the targets, of their shape (n, …)."""
         if self.distribution is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no distribution of numbers: define distribution and components(output), or "
@@ -255,7 +266,7 @@ class Likelihood(nn.Module):
         return law
 
     def kept_components(self, output: Tensor) -> dict[str, Tensor]:
-        """Return the components, all of one shape that starts with (n, D)."""
+        """Return the components, all of one shape that starts with the targets', (n, …)."""
         found = self.components(at_least_float32(output))
         names = [name for name, p in found.items() if isinstance(p, Tensor)]
         together = torch.broadcast_tensors(*(found[name] for name in names))
@@ -271,7 +282,7 @@ class Likelihood(nn.Module):
         return law, target
 
     def _paired(self, name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return outputs and targets of one shape (n, D), since others would broadcast, and `observed_entries`."""
+        """Return outputs and targets of one shape (n, …), since others would broadcast, and `observed_entries`."""
         target, observed = self.split_missing(target)
         output, target = columns(output, name), columns(target, name)
         if output.shape != target.shape:
@@ -305,13 +316,11 @@ def covered(cdf: Tensor, below: Tensor | None, level: float) -> Tensor:
 
 
 def columns(tensor: Tensor, name: str) -> Tensor:
-    """Return numbers of shape (n, D), from (n, D) or (n,)."""
+    """Return numbers of shape (n, …), (n, 1) from (n,)."""
     tensor = at_least_float32(tensor if tensor.is_floating_point() else tensor.float())
-    if tensor.dim() == 1:
-        return tensor[:, None]
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} needs outputs and targets of shape (n, D) or (n,), got {tuple(tensor.shape)}")
-    return tensor
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} needs outputs and targets of shape (n, …), got a single number, shape ()")
+    return tensor[:, None] if tensor.dim() == 1 else tensor
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -320,15 +329,15 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def where_observed(tensor: Tensor, observed: Tensor | None, otherwise: float) -> Tensor:
-    """Return a tensor of shape (n, D) with another value where a target, (n, D) or (n,), is not observed."""
+    """Return a tensor of shape (n, …) with another value where a target, (n, …) or (n,), is not observed."""
     if observed is None:
         return tensor
     return tensor.masked_fill(~(observed if observed.dim() > 1 else observed[:, None]), otherwise)
 
 
 def summed(each: Tensor, observed: Tensor | None) -> Tensor:
-    """Return Σ_d of the log densities of the observed numbers, shape (n,), from all of them, shape (n, D)."""
-    return where_observed(each, observed, 0.0).sum(-1)
+    """Return the sum of the observed numbers' log densities, shape (n,), from those of all, shape (n, …)."""
+    return where_observed(each, observed, 0.0).flatten(1).sum(-1)
 
 
 def check_finite(name: str, target: Tensor) -> None:

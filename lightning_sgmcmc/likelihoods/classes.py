@@ -1,14 +1,20 @@
-"""Likelihoods of classes: one of K, one of two, and ordered ones."""
+"""Likelihoods of classes: one of K, one of two, pairs, and ordered ones."""
 
 import math
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.diagnostics.scores import classification_metrics, predictive_entropy, whole_labels
+from lightning_sgmcmc.diagnostics.scores import (
+    classification_metrics,
+    expected_classification_metrics,
+    predictive_entropy,
+    whole_labels,
+)
 from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction
 from lightning_sgmcmc.tensors import widest
@@ -66,18 +72,40 @@ NO_LABEL = torch.iinfo(torch.int64).min
 class Categorical(ClassLikelihood):
     """Classification: the network's output is K logits, log p(y|x,θ) = log softmax(output)_y.
 
-    Output (n, K), target integer labels (n,).
+    Output (n, K), target integer labels (n,), or soft labels: probabilities q (n, K) of a floating-point type, such as
+    the shares of several annotators' votes. Their log density is that of fractional counts, Σ_k q_k·log
+    softmax(output)_k, so each datum weighs as one label. Metrics are then expected ones, for a label drawn from q: the
+    accuracy is the mean q of the most probable class, the NLL the cross-entropy -Σ_k q_k·log p̄_k.
+
+    Args:
+        missing: the label of data that are not observed, see `Likelihood`.
+
+    Raises:
+        TypeError: for the `weight` and `label_smoothing` of torch's loss, which no density has, with what to do.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, torch.inf]])
     >>> Categorical().log_prob(torch.zeros(1, 2), torch.tensor([1]))
     tensor([-0.6931])
+    >>> Categorical().log_prob(torch.zeros(1, 2), torch.tensor([[0.25, 0.75]]))
+    tensor([-0.6931])
     """
 
+    refused_arguments: ClassVar[Mapping[str, str]] = {
+        "weight": "weight=… counts some data several times, so the samples would be of no posterior: keep the data as "
+        "they are, and choose the class by its cost, or correct the probabilities for another prior, afterwards",
+        "label_smoothing": "label_smoothing=… changes the labels, and an average over samples needs none to be "
+        "calibrated: leave it out, or pass soft labels (n, K) if the labels are uncertain",
+    }
+
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        if _are_soft(target) and target.shape == output.shape:
+            target, _ = self.split_missing(target)
+            logs = at_least_float32(output).log_softmax(-1)
+            return torch.where(target != 0, target * logs, 0.0).sum(-1)
         if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
             raise ValueError(
-                "Categorical needs logits of shape (n, K) and integer labels of shape (n,), got "
-                f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
+                "Categorical needs logits of shape (n, K) and integer labels of shape (n,), or probabilities (n, K) of "
+                f"a floating-point type, got {tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
             )
         # By default torch ignores the label -100, as if the datum were certain.
         ignored, logits = NO_LABEL if self.missing is None else int(self.missing), at_least_float32(output)
@@ -96,6 +124,9 @@ class Categorical(ClassLikelihood):
                 f"Categorical: the outputs lie in [{output.min().item():.3g}, {output.max().item():.3g}] and each row "
                 "sums to 1, but it needs logits: remove the softmax"
             )
+        if _are_soft(target):
+            _check_soft(target)
+            return
         target = self._known(target)
         if target.dim() == 1 and output.dim() == 2 and not target.is_floating_point() and len(target):
             low, high = target.long().min().item(), target.long().max().item()
@@ -111,6 +142,26 @@ class Categorical(ClassLikelihood):
     def energy(self, output: Tensor) -> Tensor | None:
         """Return -log Σ_k exp(output_k), shape (n,) (Liu et al. 2020, Energy-based out-of-distribution detection)."""
         return -at_least_float32(output).logsumexp(-1)
+
+    def labels(self, target: Tensor) -> Tensor:
+        if _are_soft(target):
+            raise ValueError(
+                f"the targets {tuple(target.shape)} are probabilities, and this needs one label for each datum: pass "
+                "data with labels, such as target.argmax(1)"
+            )
+        return super().labels(target)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        if _are_soft(target):
+            return float(torch.special.entr(widest(target).mean(0)).sum())
+        return super().chance_nll(target)
+
+    def metrics(
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
+    ) -> dict[str, Tensor]:
+        if _are_soft(target):
+            return expected_classification_metrics(terms["probabilities"], target)
+        return super().metrics(terms, log_density, target, scale)
 
 
 class Bernoulli(ClassLikelihood):
@@ -167,6 +218,52 @@ class Bernoulli(ClassLikelihood):
         if tensor.dim() != 1:
             raise ValueError(f"Bernoulli needs an {name} of shape (n,) or (n, 1), got {tuple(tensor.shape)}")
         return at_least_float32(tensor) if tensor.is_floating_point() else tensor.long()
+
+
+class PairwiseScore(nn.Module):
+    """Scores an item and compares two: the output is score(a) - score(b), the log odds that a is preferred.
+
+        P(a is preferred to b | θ) = sigmoid(score(a) - score(b))
+
+    With the likelihood `Bernoulli` it is Bradley and Terry's model. A batch is ((a, b), y): the items' inputs, first
+    axis n each, and y = 1 if a is preferred, else 0; of (winner, loser) pairs all y are 1. Predictions of (a, b) have
+    the probabilities (n, 2) that b or a is preferred. A constant added to all scores changes nothing, so only the prior
+    fixes it: compare scores, not their level.
+
+    Args:
+        net: returns a score for each item, shape (n,) or (n, 1).
+
+    Source: Bradley & Terry 1952.
+
+    >>> compare = PairwiseScore(nn.Linear(2, 1, bias=False))
+    >>> a, b = torch.randn(3, 2), torch.randn(3, 2)
+    >>> torch.equal(compare(a, b), -compare(b, a))
+    True
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net should be a torch module that scores an item, got a {type(net).__name__}")
+        self.net = net
+
+    def forward(self, a: Any, b: Any) -> Tensor:
+        """Return score(a) - score(b), the network's shape.
+
+        Args:
+            a, b: inputs of the items, as the network takes them.
+
+        Raises:
+            ValueError: if the network returns no single score for each item.
+        """
+        first: Tensor = self.net(a)
+        second: Tensor = self.net(b)
+        if first.dim() != 1 and first.shape[1:] != (1,):
+            raise ValueError(
+                f"PairwiseScore needs one score for each item, shape (n,) or (n, 1), and net returned "
+                f"{tuple(first.shape)}: change its last layer"
+            )
+        return first - second
 
 
 class Ordinal(ClassLikelihood):
@@ -247,8 +344,29 @@ class Ordinal(ClassLikelihood):
         return torch.cat([up_to[:, :1], within, above[:, -1:]], 1)
 
 
+def _are_soft(target: Tensor) -> bool:
+    return target.is_floating_point() and target.dim() == 2
+
+
+def _check_soft(target: Tensor) -> None:
+    """Raise unless soft labels, whose row is NaN if it is not observed, are probabilities."""
+    known = target[~target.isnan().all(1)]
+    bad = known[~_are_rows_of_probabilities(known)]
+    if len(bad):
+        values = ", ".join(f"{value:.4g}" for value in bad[0][:4].tolist())
+        raise ValueError(
+            f"Categorical: soft labels must be probabilities that sum to 1, got a row ({values}"
+            f"{', …' if bad.shape[1] > 4 else ''}) with the sum {float(bad[0].sum()):.4g}: divide counts of votes by "
+            "their sum (y / y.sum(1, keepdim=True)), or use MultiLabelBernoulli for several labels at once"
+        )
+
+
 def _are_probabilities(output: Tensor) -> bool:
     """Return whether all rows are in [0, 1] and sum to 1, up to rounding."""
-    tolerance = 1e-4 if output.dtype in (torch.float32, torch.float64) else 0.02
-    rows = output.detach().float()
-    return bool(((rows >= 0).all() & ((rows.sum(1) - 1).abs() <= tolerance).all()).item())
+    return bool(_are_rows_of_probabilities(output.detach()).all())
+
+
+def _are_rows_of_probabilities(rows: Tensor) -> Tensor:
+    """Return whether each row is in [0, 1] and sums to 1, up to rounding, shape (n,)."""
+    tolerance = 1e-4 if rows.dtype in (torch.float32, torch.float64) else 0.02
+    return (rows >= 0).all(1) & ((rows.float().sum(1) - 1).abs() <= tolerance)

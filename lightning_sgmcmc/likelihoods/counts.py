@@ -15,7 +15,8 @@ class Poisson(Likelihood):
 
         log p(y|x,θ) = Σ_d y_d·output_d - exp(output_d) - log y_d!
 
-    Output and target (n, D) or (n,), targets 0, 1, 2, … of any dtype.
+    Output and target of one shape, (n,), (n, D), sequences (n, T, D) or fields (n, C, H, W), targets 0, 1, 2, … of any
+    dtype. `num_data` counts entries of the first axis, such as images.
 
     Source: McCullagh & Nelder 1989, chapter 6.
 
@@ -34,9 +35,9 @@ class Poisson(Likelihood):
 
     def chance_nll(self, target: Tensor) -> float | None:
         counts = widest(columns(target, "Poisson"))
-        counts = counts[~counts.isnan().any(1)]
+        counts = counts[~counts.flatten(1).isnan().any(1)]
         mean = counts.mean(0)
-        return float((mean - torch.xlogy(counts, mean) + torch.lgamma(counts + 1)).sum(-1).mean())
+        return float((mean - torch.xlogy(counts, mean) + torch.lgamma(counts + 1)).flatten(1).sum(-1).mean())
 
 
 class NegativeBinomial(Likelihood):
@@ -44,7 +45,7 @@ class NegativeBinomial(Likelihood):
 
         log p(y|x,θ) = Σ_d log Γ(y + r) - log Γ(r) - log y! + r·log(r/(r + m)) + y·log(m/(r + m))
 
-    Output and target (n, D) or (n,), targets 0, 1, 2, … of any dtype. r → ∞ is `Poisson`.
+    Output and target of one shape, as in `Poisson`, targets 0, 1, 2, … of any dtype. r → ∞ is `Poisson`.
 
     Args:
         concentration: r > 0; its initial value if it is learned.

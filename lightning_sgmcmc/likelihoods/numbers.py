@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_count, check_flag, check_within
+from lightning_sgmcmc.checks import check_count, check_flag, check_kind, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive, summed, where_observed
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture, student_t_normaliser
@@ -17,7 +17,8 @@ from lightning_sgmcmc.tensors import widest
 class Gaussian(Likelihood):
     """Regression: y = output + noise, log p(y|x,θ) = Σ_d log N(y_d; output_d, std²).
 
-    Output and target (n, D) or (n,).
+    Output and target of one shape: (n,), (n, D), sequences (n, T, D) or fields (n, C, H, W). A datum is one entry of
+    the first axis, and its log density is the sum over its numbers, so `num_data` counts sequences and images.
 
     Args:
         std: standard deviation of the noise, > 0, in the units of the (standardised) target; its initial value if it
@@ -79,12 +80,15 @@ class HeteroscedasticGaussian(Likelihood):
 
         p(y|x,θ) = Π_d N(y_d; m_d, s_d²),   s_d = min_std + std·softplus(a_d)/log 2
 
-    Output (n, 2·D), first the D means m, then the D numbers a; target (n, D), or (n,) if D is 1.
+    Output (n, 2·D), first the D means m, then the D numbers a; target (n, D), or (n,) if D is 1. Fields have outputs
+    (n, 2·C, H, W) for targets (n, C, H, W); sequences with the numbers last, (n, T, 2·D) for (n, T, D), need axis=-1.
+    `num_data` counts images or sequences, whose log density is the sum over their numbers.
 
     Args:
         std: the scale where its output is 0 (besides min_std), > 0, in the units of the (standardised) target.
         min_std: the smallest scale, > 0, which bounds the density of repeated data.
         missing: the value of targets that are not observed, see `Likelihood`.
+        axis: the axis of the output that has first the means, then the numbers a.
 
     Raises:
         ValueError: for a number out of range.
@@ -97,26 +101,25 @@ class HeteroscedasticGaussian(Likelihood):
 
     distribution = Normal
 
-    def __init__(self, std: float = 1.0, min_std: float = 1e-3, missing: float | None = None) -> None:
+    def __init__(self, std: float = 1.0, min_std: float = 1e-3, missing: float | None = None, axis: int = 1) -> None:
         super().__init__(missing)
         check_within("std", std, "(0, inf)")
         check_within("min_std", min_std, "(0, inf)")
         self.std = std
         self.min_std = min_std
+        self.axis = _checked_axis(axis)
 
     def num_outputs(self, targets: int) -> int:
         return 2 * targets
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        if output.dim() != 2 or output.shape[1] % 2:
-            shape = tuple(output.shape)
-            raise ValueError(f"HeteroscedasticGaussian needs 2 outputs for each target, shape (n, 2·D), got {shape}")
-        mean, raw = output.chunk(2, 1)
+        _check_multiple(type(self).__name__, output, 2, self.axis)
+        mean, raw = output.chunk(2, self.axis)
         return {"loc": mean, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         own = self.kept_components(output)
-        mean, target, observed = self._paired("HeteroscedasticGaussian", own["loc"], target)
+        mean, target, observed = self._paired(f"HeteroscedasticGaussian(axis={self.axis})", own["loc"], target)
         standardised = (target - mean) / own["scale"]
         return summed(-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2, observed)
 
@@ -125,13 +128,13 @@ class HeteroscedasticGaussian(Likelihood):
         return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None
 
     def extra_repr(self) -> str:
-        return f"std={self.std}, min_std={self.min_std}"
+        return f"std={self.std}, min_std={self.min_std}, axis={self.axis}"
 
 
 class StudentT(Likelihood):
     """Robust regression: y = output + scale·t, t of Student's distribution with df degrees of freedom.
 
-    Output and target (n, D) or (n,). Outliers have a bounded influence; df → ∞ is `Gaussian`.
+    Output and target of one shape, as in `Gaussian`. Outliers have a bounded influence; df → ∞ is `Gaussian`.
 
     Args:
         df: degrees of freedom, > 2, so that predictions have a standard deviation.
@@ -182,13 +185,15 @@ class MixtureOfGaussians(Likelihood):
 
         p(y|x,θ) = Π_d Σ_j w_dj·N(y_d; m_dj, s_dj²),   w_d = softmax(a_d),   s_dj = min_std + std·softplus(b_dj)/log 2
 
-    Output (n, 3·J·D): for each of the D numbers J of a, J of m and J of b; target (n, D), or (n,) if D is 1.
+    Output (n, 3·J·D): for each of the D numbers J of a, J of m and J of b; target (n, D), or (n,) if D is 1. Fields
+    have outputs (n, 3·J·C, H, W); sequences with the numbers last, (n, T, 3·J·D), need axis=-1.
 
     Args:
         num_components: J, at least 2.
         std: the scales where their outputs are 0 (besides min_std), > 0, in the units of the (standardised) target.
         min_std: the smallest scale, > 0, which bounds the density of repeated data.
         missing: the value of targets that are not observed, see `Likelihood`.
+        axis: the axis of the output that has the numbers a, m and b.
 
     Raises:
         ValueError: for a number out of range.
@@ -202,7 +207,12 @@ class MixtureOfGaussians(Likelihood):
     distribution = NormalMixture
 
     def __init__(
-        self, num_components: int, std: float = 1.0, min_std: float = 1e-3, missing: float | None = None
+        self,
+        num_components: int,
+        std: float = 1.0,
+        min_std: float = 1e-3,
+        missing: float | None = None,
+        axis: int = 1,
     ) -> None:
         super().__init__(missing)
         check_count("num_components", num_components)
@@ -215,22 +225,39 @@ class MixtureOfGaussians(Likelihood):
         self.num_components = num_components
         self.std = std
         self.min_std = min_std
+        self.axis = _checked_axis(axis)
 
     def num_outputs(self, targets: int) -> int:
         return 3 * self.num_components * targets
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        width = 3 * self.num_components
-        if output.dim() != 2 or output.shape[1] % width:
-            raise ValueError(
-                f"MixtureOfGaussians({self.num_components}) needs {width} outputs for each target, shape (n, "
-                f"{width}·D), got {tuple(output.shape)}"
-            )
-        logits, loc, raw = output.reshape(len(output), -1, 3, self.num_components).unbind(2)
+        name = f"MixtureOfGaussians({self.num_components})"
+        _check_multiple(name, output, 3 * self.num_components, self.axis)
+        place = self.axis % output.dim()
+        each = output.unflatten(place, (-1, 3, self.num_components)).unbind(place + 1)
+        logits, loc, raw = (part.movedim(place + 1, -1) for part in each)
         return {"logits": logits, "loc": loc, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
 
     def extra_repr(self) -> str:
-        return f"num_components={self.num_components}, std={self.std}, min_std={self.min_std}"
+        own = f"num_components={self.num_components}, std={self.std}, min_std={self.min_std}"
+        return f"{own}, axis={self.axis}"
+
+
+def _checked_axis(axis: int) -> int:
+    check_kind("axis", axis, int, optional=False)
+    if axis == 0:
+        raise ValueError("axis=0 is the axis of the data: pass 1 for a convolution's channels, -1 for the last axis")
+    return axis
+
+
+def _check_multiple(name: str, output: Tensor, width: int, axis: int) -> None:
+    """Raise unless the output has `width` numbers for each target along an axis."""
+    is_there = output.dim() >= 2 and -output.dim() < axis < output.dim()
+    if not is_there or output.shape[axis] % width:
+        raise ValueError(
+            f"{name} needs {width} outputs for each target along axis={axis}, shape (n, {width}·D, …), got "
+            f"{tuple(output.shape)}: pass axis=-1 if they are along the last axis"
+        )
 
 
 @functools.cache
@@ -240,6 +267,6 @@ def _normaliser(df: float) -> float:
 
 
 def _variance(target: Tensor) -> Tensor:
-    """Return the variance of each column's observed numbers."""
+    """Return the variance of the observed numbers at each place of a target."""
     numbers = widest(target)
     return (numbers - numbers.nanmean(0)).square().nanmean(0)

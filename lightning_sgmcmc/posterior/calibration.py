@@ -125,6 +125,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
         return Calibration("temperature", value, len(labels), before, after, identity)
     if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
+        check_numbers("calibrate", mean, target)
         target = target.reshape(mean.shape)
         value = decisions.fit_std_factor(mean, std, target)
         before, after = decisions.gaussian_nll(mean, std, target), decisions.gaussian_nll(mean, std * value, target)
@@ -166,6 +167,15 @@ def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
     return data
 
 
+def check_numbers(what: str, mean: Tensor, target: Tensor) -> None:
+    """Raise unless targets are the numbers that are predicted."""
+    if mean.numel() != target.numel():
+        raise TypeError(
+            f"{what} compares predictions {tuple(mean.shape)} with the numbers themselves, and the targets have shape "
+            f"{tuple(target.shape)}: pass data whose numbers are known, not bounds of them"
+        )
+
+
 def predictions_with_targets(
     posterior: Any, model: EnergyModel, data: Any, what: str, return_samples: bool = False
 ) -> Iterator[tuple[Prediction, Tensor]]:
@@ -185,14 +195,16 @@ def predictions_with_targets(
         if isinstance(prediction, ClassPrediction) and prediction.probabilities.dim() == 2:
             known = None if likelihood is None else likelihood.observed(target)
             read = getattr(likelihood, "labels", Tensor.long)
-            labels = read(target if known is None else target.masked_fill(~known.reshape(target.shape), 0))
+            labels = read(target if likelihood is None or known is None else likelihood.split_missing(target)[0])
             labels = labels.long().reshape(-1).to(prediction.probabilities.device)
             yield prediction, labels if known is None else labels.masked_fill(~known.to(labels.device), -1)
         elif isinstance(prediction, RegressionPrediction):
             entries = None if likelihood is None else likelihood.observed_entries(target)
+            check_numbers(what, prediction.mean, target)
             numbers = widest(target.to(prediction.mean.device)).reshape(prediction.mean.shape)
             if scaling is not None:
-                numbers = numbers * numbers.new_tensor(scaling.std) + numbers.new_tensor(scaling.mean)
+                factor, shift = (torch.as_tensor(one).to(numbers) for one in (scaling.factor, scaling.shift))
+                numbers = numbers * factor + shift
             yield (
                 prediction,
                 numbers

@@ -57,7 +57,8 @@ class Conformal:
 
     Attributes:
         posterior: the `Posterior`.
-        threshold: the calibrated nonconformity: shape () for classes, (K,) by class, (D,) for numbers.
+        threshold: the calibrated nonconformity: shape () for classes, (K,) by class; of a target, such as (D,), for
+            numbers.
         level: the guaranteed coverage.
         method: of the sets or intervals.
         seed: of the draws of adaptive sets.
@@ -112,15 +113,16 @@ def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, m
         else:
             assert isinstance(prediction, RegressionPrediction)
             errors = _scores_of_numbers(prediction, target, level, method)
-            scores.append(errors[~errors.isnan().all(1)].cpu())
+            scores.append(errors[~errors.isnan().flatten(1).all(1)].cpu())
     joined = torch.cat(scores)
     if method == "class-conditional":
         threshold = _thresholds_by_class(joined, torch.cat(classes), level)
     elif joined.dim() == 1 or not bool(joined.isnan().any()):
         threshold = decisions.conformal_threshold(joined, level)
     else:  # a number that is not observed is NaN
-        observed = (each[~each.isnan()] for each in joined.unbind(1))
-        threshold = torch.stack([decisions.conformal_threshold(each, level) for each in observed])
+        observed = (each[~each.isnan()] for each in joined.flatten(1).unbind(1))
+        each_threshold = [decisions.conformal_threshold(each, level) for each in observed]
+        threshold = torch.stack(each_threshold).reshape(joined.shape[1:])
     return Conformal(posterior, threshold, level, method, seed, len(joined))
 
 

@@ -67,10 +67,10 @@ def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) 
 
 def _log_units(likelihood: Likelihood, target: Tensor, scaling: TargetScaling) -> Tensor:
     """Return Σ_d log std_d over the observed numbers of each target, which a density in the data's units lacks."""
-    logs = exact(scaling.std).log()
+    logs = exact(scaling.factor).log()
     entries = likelihood.observed_entries(target)
-    known = torch.ones(target.shape) if entries is None else entries
-    return (widest(known.cpu()).reshape(len(target), -1, logs.numel()) * logs).flatten(1).sum(1)
+    known = widest((torch.ones(target.shape) if entries is None else entries).cpu())
+    return ((known if known.dim() > 1 else known[:, None]) * logs).flatten(1).sum(1)
 
 
 def joint_score(

@@ -87,7 +87,7 @@ class Student(nn.Module):
 
     def _prediction(self, output: Tensor) -> Prediction:
         prediction = prediction_of(output, self.classes)
-        return prediction if self.scaling is None else prediction.rescaled(self.scaling.mean, self.scaling.std)
+        return prediction if self.scaling is None else prediction.rescaled(self.scaling.shift, self.scaling.factor)
 
 
 def prediction_of(output: Tensor, classes: int | None) -> Prediction:
@@ -222,12 +222,12 @@ class Distillation(pl.LightningModule):
         if isinstance(teacher, ClassPrediction) and teacher.probabilities.dim() == 2:
             classes = teacher.probabilities.shape[-1]
             wanted, why = (len(teacher), classes + 1), f"{classes} classes need {classes + 1}"
-        elif isinstance(teacher, RegressionPrediction):
+        elif isinstance(teacher, RegressionPrediction) and teacher.mean.dim() == 2:
             classes, numbers = None, teacher.mean.shape[-1]
             wanted, why = (len(teacher), 3 * numbers), f"{numbers} numbers need {3 * numbers}"
         else:
             raise TypeError(
-                f"distill knows predictions of classes and of numbers, and these are a {type(teacher).__name__}"
+                f"distill knows predictions of classes, (n, K), and of numbers, (n, D), and these are a {teacher}"
             )
         if tuple(output.shape) != wanted:
             raise ValueError(

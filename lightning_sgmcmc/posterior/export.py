@@ -18,7 +18,7 @@ from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.diagnostics.draws import ChainGrid, chain_diagnostics, import_arviz, normalised_weights
 from lightning_sgmcmc.diagnostics.scores import classification_metrics, reliability
 from lightning_sgmcmc.evaluation.comparison import html_table
-from lightning_sgmcmc.figures.evaluation import predictions_figure, reliability_figure
+from lightning_sgmcmc.figures.evaluation import maps_figure, predictions_figure, reliability_figure
 from lightning_sgmcmc.figures.run import sample_energy_figure, sample_trace_figure
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.store import SampleStore
@@ -303,8 +303,9 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
             "plot_reliability(x, y) for classes"
         )
     if prediction.mean.shape[1:].numel() != 1:
+        count = prediction.mean.shape[1:].numel()
         raise ValueError(
-            f"plot_predictions draws predictions of one number, and each datum has {prediction.mean.shape[1:].numel()}"
+            f"plot_predictions draws predictions of one number, and each datum has {count}: use plot_map for fields"
         )
     observed = None if y is None else as_tensor("y", y).detach().cpu().reshape(-1).tolist()
     parts = _numbers(prediction.mean), _numbers(prediction.std), _numbers(prediction.epistemic_std)
@@ -314,6 +315,26 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
     if observed is None:
         raise ValueError(f"x has {columns} columns, so predictions are drawn against y: pass y=…")
     return predictions_figure(observed, *parts, None, "observed")
+
+
+def plot_map(prediction: Prediction, y: Any, names: Sequence[str]) -> "Figure":
+    """Draw the predictive of one field; see `Posterior.plot_map`."""
+    if not isinstance(prediction, RegressionPrediction):
+        raise TypeError(f"plot_map draws predictions of numbers, and these are a {type(prediction).__name__}")
+    shape = tuple(prediction.mean.shape)
+    if len(shape) not in (3, 4) or shape[0] != 1:
+        raise ValueError(
+            f"plot_map draws one field, (1, C, H, W) or (1, H, W), and the predictions have shape {shape}: pass "
+            "x[i : i + 1]"
+        )
+    field = (-1, *shape[-2:])
+    observed = None if y is None else as_tensor("y", y).detach().cpu()
+    if observed is not None and observed.numel() != prediction.mean.numel():
+        raise ValueError(f"y should have the shape of the predictions, {shape}, got {tuple(observed.shape)}")
+    parts = (prediction.mean, prediction.std, prediction.epistemic_std)
+    mean, std, epistemic = (part.detach().cpu().reshape(field).numpy() for part in parts)
+    seen = None if observed is None else observed.reshape(field).numpy()
+    return maps_figure(mean, std, epistemic, seen, names if len(names) == len(mean) else None)
 
 
 def plot_reliability(prediction: Prediction, y: Any) -> "Figure":

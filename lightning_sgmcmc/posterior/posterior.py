@@ -21,7 +21,7 @@ from lightning_sgmcmc.posterior.decisions import Decisions
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
-from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
+from lightning_sgmcmc.posterior.export import plot_map, plot_predictions, plot_reliability, plot_trace, samples_in
 from lightning_sgmcmc.posterior.networks import Ensemble, State, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
@@ -218,7 +218,7 @@ class Posterior(Decisions):
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         scaling = self.store.scaling
-        return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
+        return prediction if scaling is None else prediction.rescaled(scaling.shift, scaling.factor)
 
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
@@ -429,6 +429,20 @@ class Posterior(Decisions):
             ValueError: if it is of several numbers, or y is missing.
         """
         return plot_predictions(self.predict(x), x, y)
+
+    def plot_map(self, x: Any, y: Any = None) -> "Figure":
+        """Draw maps of a field's predictive: mean, epistemic and total standard deviation, for each channel.
+
+        Args:
+            x: inputs of one field, first axis 1, such as x[3:4].
+            y: the observed field, (1, C, H, W), in the data's units: it and the error are drawn too. NaN stays blank.
+
+        Raises:
+            TypeError: if the predictive is not of numbers.
+            ValueError: if it is not of one field (1, C, H, W) or (1, H, W), or y has another shape.
+        """
+        scaling = self.store.scaling
+        return plot_map(self.predict(x), y, () if scaling is None else tuple(map(str, scaling.names)))
 
     def plot_reliability(self, x: Any, y: Any) -> "Figure":
         """Draw accuracy against confidence of the averaged class probabilities, with the calibration error.

@@ -14,6 +14,118 @@ from lightning_sgmcmc.tensors import widest
 class Normal(distributions.Normal):
     """The normal distribution, with mean `loc` and standard deviation `scale`."""
 
+    def log_cdf(self, value: Tensor) -> Tensor:
+        """Return log P(Y ≤ value), right in the far tail."""
+        return log_ndtr((value - self.loc) / self.scale)
+
+    def log_survival(self, value: Tensor) -> Tensor:
+        """Return log P(Y > value), likewise."""
+        return log_ndtr((self.loc - value) / self.scale)
+
+
+class LogNormal(distributions.Distribution):
+    """The distribution of e^z for a normal z.
+
+    Args:
+        loc, scale: mean and standard deviation of z.
+    """
+
+    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
+    support = constraints.positive
+
+    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
+        self.loc, self.scale = torch.broadcast_tensors(loc, scale)
+        super().__init__(self.loc.shape, validate_args=validate_args)
+
+    @property
+    def mean(self) -> Tensor:
+        """e^(loc + scale²/2)."""
+        return (self.loc + self.scale.square() / 2).exp()
+
+    @property
+    def variance(self) -> Tensor:
+        """mean²·(e^scale² - 1)."""
+        return self.mean.square() * torch.expm1(self.scale.square())
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density."""
+        z = self._z(value)
+        return -z.square() / 2 - self.scale.log() - value.log() - math.log(2 * math.pi) / 2
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Return P(Y ≤ value), 0 below 0."""
+        return torch.special.ndtr(self._z(value.clamp_min(0)))
+
+    def log_cdf(self, value: Tensor) -> Tensor:
+        """Return log P(Y ≤ value) of value > 0."""
+        return log_ndtr(self._z(value))
+
+    def log_survival(self, value: Tensor) -> Tensor:
+        """Return log P(Y > value) of value > 0."""
+        return log_ndtr(-self._z(value))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Return draws of shape sample_shape + batch_shape."""
+        with torch.no_grad():
+            shape = torch.Size(sample_shape) + self.batch_shape
+            return torch.normal(self.loc.expand(shape), self.scale.expand(shape)).exp()
+
+    def _z(self, value: Tensor) -> Tensor:
+        return (value.log() - self.loc) / self.scale
+
+
+class Weibull(distributions.Distribution):
+    """Weibull's distribution, P(Y > y) = exp(-(y/scale)^k).
+
+    Args:
+        log_scale: the log of the scale, at which 63 % of the numbers are below.
+        concentration: k; 1 is the exponential distribution.
+    """
+
+    arg_constraints = {"log_scale": constraints.real, "concentration": constraints.positive}  # noqa: RUF012
+    support = constraints.positive
+
+    def __init__(self, log_scale: Tensor, concentration: Tensor, validate_args: bool | None = None) -> None:
+        self.log_scale, self.concentration = torch.broadcast_tensors(log_scale, concentration)
+        super().__init__(self.log_scale.shape, validate_args=validate_args)
+
+    @property
+    def mean(self) -> Tensor:
+        """scale·Γ(1 + 1/k)."""
+        return (self.log_scale + torch.lgamma(1 + 1 / self.concentration)).exp()
+
+    @property
+    def variance(self) -> Tensor:
+        """scale²·(Γ(1 + 2/k) - Γ(1 + 1/k)²)."""
+        one, two = (torch.lgamma(1 + power / self.concentration) for power in (1, 2))
+        return (2 * self.log_scale + 2 * one).exp() * torch.expm1(two - 2 * one)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density."""
+        return self.concentration.log() - value.log() + self._log_hazard(value) + self.log_survival(value)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Return P(Y ≤ value), 0 below 0."""
+        return -torch.expm1(self.log_survival(value.clamp_min(0)))
+
+    def log_cdf(self, value: Tensor) -> Tensor:
+        """Return log P(Y ≤ value) of value > 0."""
+        return log1mexp(self._log_hazard(value).exp())
+
+    def log_survival(self, value: Tensor) -> Tensor:
+        """Return log P(Y > value) = -(value/scale)^k of value ≥ 0."""
+        return -self._log_hazard(value).exp()
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Return draws of shape sample_shape + batch_shape."""
+        with torch.no_grad():
+            own = self.log_scale.expand(torch.Size(sample_shape) + self.batch_shape)
+            return (own + torch.empty_like(own).exponential_().log() / self.concentration).exp()
+
+    def _log_hazard(self, value: Tensor) -> Tensor:
+        """Return the log of the cumulative hazard, k·(log value - log scale)."""
+        return self.concentration * (value.log() - self.log_scale)
+
 
 class StudentT(distributions.StudentT):
     """Student's t with location and scale, with its distribution function.
@@ -103,6 +215,16 @@ class NormalMixture(distributions.Distribution):
         each = torch.special.ndtr((value[..., None] - self.loc) / self.scale)
         return (self.logits.softmax(-1) * each).sum(-1)
 
+    def log_cdf(self, value: Tensor) -> Tensor:
+        """Return log P(Y ≤ value), right in the far tail."""
+        each = log_ndtr((value[..., None] - self.loc) / self.scale)
+        return (self.logits.log_softmax(-1) + each).logsumexp(-1)
+
+    def log_survival(self, value: Tensor) -> Tensor:
+        """Return log P(Y > value), likewise."""
+        each = log_ndtr((self.loc - value[..., None]) / self.scale)
+        return (self.logits.log_softmax(-1) + each).logsumexp(-1)
+
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Return draws of shape sample_shape + batch_shape."""
         with torch.no_grad():
@@ -110,6 +232,45 @@ class NormalMixture(distributions.Distribution):
             chosen = distributions.Categorical(logits=self.logits, validate_args=False).sample(sample_shape)[..., None]
             loc, scale = (p.expand(shape + p.shape[-1:]).gather(-1, chosen)[..., 0] for p in (self.loc, self.scale))
             return torch.normal(loc, scale)
+
+
+def log_ndtr(x: Tensor) -> Tensor:
+    """Return the log of the normal distribution function, as torch's, which runs chain by chain under `torch.vmap`.
+
+    log(erfcx(-x/√2)/2) - x²/2 of x < -1, log(1 - erfc(x/√2)/2) else
+    """
+    is_low = x < -1
+    # Each branch gets arguments for which its gradient is finite.
+    low, high = torch.where(is_low, x, -1.0), torch.where(is_low, 0.0, x)
+    tail = (torch.special.erfcx(-low / math.sqrt(2)) / 2).log() - low.square() / 2
+    return torch.where(is_low, tail, torch.log1p(-torch.erfc(high / math.sqrt(2)) / 2))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - e^(-x)) of x > 0; its gradient is 0 where x is below the smallest normal number.
+
+    Source: Mächler 2012.
+    """
+    x = x.clamp_min(torch.finfo(x.dtype).tiny)
+    near = x < math.log(2)
+    # Each branch gets arguments for which its gradient is finite.
+    small, large = torch.where(near, x, 1.0), torch.where(near, 1.0, x)
+    return torch.where(near, (-torch.expm1(-small)).log(), torch.log1p(-torch.exp(-large)))
+
+
+def log_probability_between(law: Any, low: Tensor, high: Tensor) -> Tensor:
+    """Return log P(low < Y ≤ high) of finite low < high, from the tail in which both are.
+
+    log(F(b) - F(a)) = log F(b) + log(1 - F(a)/F(b)),   and likewise of 1 - F(a) and 1 - F(b)
+
+    Args:
+        law: a distribution with `log_cdf` and `log_survival`.
+        low, high: broadcast to its numbers.
+    """
+    cdf, above = law.log_cdf(high), law.log_survival(low)
+    from_left = cdf + log1mexp(cdf - law.log_cdf(low))
+    from_right = above + log1mexp(above - law.log_survival(high))
+    return torch.where(above < cdf, from_right, from_left)
 
 
 def is_discrete(law: distributions.Distribution | type[distributions.Distribution]) -> bool:
@@ -122,7 +283,17 @@ def has_cdf(law: type[distributions.Distribution]) -> bool:
     return law.cdf is not distributions.Distribution.cdf
 
 
-__all__ = ["NegativeBinomial", "Normal", "NormalMixture", "Poisson", "StudentT", "has_cdf", "is_discrete"]
+__all__ = [
+    "LogNormal",
+    "NegativeBinomial",
+    "Normal",
+    "NormalMixture",
+    "Poisson",
+    "StudentT",
+    "Weibull",
+    "has_cdf",
+    "is_discrete",
+]
 
 # -- special -----------------------------------------------------------------------------------------------------------
 

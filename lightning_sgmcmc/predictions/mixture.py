@@ -20,13 +20,13 @@ PRECISION = 1e-10
 
 @dataclass(eq=False)
 class Mixture:
-    """The distribution p(y) = Σ_s w_s·p_s(y) of each of n·D numbers, y = shift + factor·z with z of the components.
+    """The distribution p(y) = Σ_s w_s·p_s(y) of each number of n data, y = shift + factor·z with z of the components.
 
     Args:
         law: the components' class, a `torch.distributions.Distribution`.
-        parameters: its arguments by name, shape (S, n, D) or (S, n, D, …).
+        parameters: its arguments by name, shape (S, n, D), of fields (S, n, C, H, W), or with more axes.
         weights: w, shape (S,), summing to 1, on any device.
-        shift: of the numbers, broadcast to (n, D).
+        shift: of the numbers, broadcast to their shape.
         factor: likewise.
     """
 
@@ -38,7 +38,7 @@ class Mixture:
 
     @property
     def components(self) -> Distribution:
-        """The S·n·D distributions of z, in float64 where the device has it."""
+        """The distributions of z, in float64 where the device has it."""
         return self._made(self.parameters)
 
     def _made(self, parameters: Mapping[str, Tensor]) -> Distribution:
@@ -67,7 +67,7 @@ class Mixture:
         each = law.log_prob(self._z(y, law))
         if not is_discrete(law):
             each = each - torch.as_tensor(self.factor, dtype=each.dtype, device=each.device).log()
-        return (each.sum(-1) + sent(self.weights, each.device).log()[:, None]).logsumexp(0)
+        return (each.flatten(2).sum(-1) + sent(self.weights, each.device).log()[:, None]).logsumexp(0)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), shape (n, D).

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.predictions.mixture import Members, Mixture, generator_of, labels_of, moved, tempered
 from lightning_sgmcmc.tables.arrays import as_tensor
+from lightning_sgmcmc.tables.columns import check_broadcasts
 from lightning_sgmcmc.tensors import widest, widest_dtype
 
 ON_REQUEST = "sample_"
@@ -17,6 +18,7 @@ Kind = TypeVar("Kind", bound="Prediction")
 OfClasses = TypeVar("OfClasses", bound="_OfProbabilities")
 OfNumbers = TypeVar("OfNumbers", bound="RegressionPrediction")
 Kept = Mixture | Members
+Scale = float | Sequence[float] | Tensor
 
 
 class Prediction:
@@ -70,12 +72,16 @@ class Prediction:
         moved = self.replaced(**{name: part.to(device) for name, part in vars(self).items()})
         return moved.with_kept(None if self._kept is None else self._kept.to(device))
 
-    def rescaled(self: Kind, mean: Sequence[float], std: Sequence[float]) -> Kind:
+    def rescaled(self: Kind, mean: Scale, std: Scale) -> Kind:
         """Return the predictive of y = mean + std·z, where this one is of z; class probabilities have no units.
 
         Args:
-            mean: one number, or one for each of the D targets.
+            mean: one number, one for each of the D targets, or a tensor that broadcasts to one target: (C, 1, 1) has
+                one for each channel of a field (C, H, W).
             std: likewise.
+
+        Raises:
+            ValueError: for a tensor that does not broadcast, or (C,) for a field.
         """
         return self
 
@@ -375,7 +381,8 @@ class RegressionPrediction(Prediction):
     """The predictive of n inputs of D numbers, in the data's units if the posterior knows their scaling.
 
     It is the weighted mixture of the samples' distributions: quantiles and intervals are the mixture's own. After
-    `Posterior.calibrate` it is that mixture, stretched about its mean by the fitted factor.
+    `Posterior.calibrate` it is that mixture, stretched about its mean by the fitted factor. Of fields and sequences,
+    (n, C, H, W) or (n, T, D) takes the place of (n, D).
 
     Args:
         mean: its mean, shape (n, D).
@@ -425,6 +432,10 @@ class RegressionPrediction(Prediction):
         """
         return self._mixture("cdf").cdf(self._numbers(y)).to(self.mean.dtype)
 
+    def survival(self, y: Tensor | float) -> Tensor:
+        """Return P(Y > y) = 1 - cdf(y), shape (n, D); of durations the probability to last longer than y."""
+        return 1 - self.cdf(y)
+
     def log_prob(self, y: Tensor | float) -> Tensor:
         """Return the log density (of counts, probability) of each datum's D numbers together, in nats, shape (n,).
 
@@ -444,8 +455,12 @@ class RegressionPrediction(Prediction):
         """
         return self._mixture("sample").sample(self._checked_num(num), seed).to(self.mean.dtype)
 
-    def rescaled(self: OfNumbers, mean: Sequence[float], std: Sequence[float]) -> OfNumbers:
-        shift, factor = (self.mean.new_tensor(values) for values in (mean, std))
+    def rescaled(self: OfNumbers, mean: Scale, std: Scale) -> OfNumbers:
+        check_broadcasts("mean", mean, self.mean)
+        check_broadcasts("std", std, self.mean)
+        shift, factor = (
+            torch.as_tensor(values, dtype=self.mean.dtype, device=self.mean.device) for values in (mean, std)
+        )
         places = {name: part * factor + shift for name, part in self.parts.items() if name in ("mean", "sample_means")}
         widths = {name: part * factor for name, part in self.parts.items() if name in ("std", "epistemic_std")}
         exact = (
@@ -471,9 +486,9 @@ class RegressionPrediction(Prediction):
 
     def _numbers(self, y: Tensor | float) -> Tensor:
         numbers = (torch.as_tensor(y) if isinstance(y, int | float) else as_tensor("y", y)).to(self.mean.device)
-        if numbers.dim() == 1 and self.mean.shape[1] == 1:
+        if numbers.dim() == 1 and self.mean.shape[1:] == (1,):
             numbers = numbers[:, None]
-        if numbers.dim() not in (0, 2) or (numbers.dim() == 2 and numbers.shape != self.mean.shape):
+        if numbers.dim() > 0 and numbers.shape != self.mean.shape:
             raise ValueError(
                 f"y should have shape {tuple(self.mean.shape)}, or be a number, got {tuple(numbers.shape)}"
             )
@@ -486,13 +501,13 @@ class RegressionPrediction(Prediction):
 class CountPrediction(RegressionPrediction):
     """The predictive of n inputs of D counts; its quantiles are integers. Arguments as in `RegressionPrediction`."""
 
-    def rescaled(self: OfNumbers, mean: Sequence[float], std: Sequence[float]) -> OfNumbers:
+    def rescaled(self: OfNumbers, mean: Scale, std: Scale) -> OfNumbers:
         """Return this prediction, since counts have no units.
 
         Raises:
             ValueError: if the targets were standardised.
         """
-        if any(value != 0 for value in mean) or any(value != 1 for value in std):
+        if bool((torch.as_tensor(mean) != 0).any()) or bool((torch.as_tensor(std) != 1).any()):
             raise ValueError(
                 "the datamodule standardised its targets (target_mean, target_std), which are counts: leave them as "
                 "they are"

@@ -1,5 +1,6 @@
 """What the columns of inputs and targets are: offered by a datamodule, kept by a store, read by predictions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -222,13 +223,22 @@ class TargetScaling:
     """Mean and standard deviation by which targets were standardised: one number each, or one for each target.
 
     Attributes:
-        mean, std: of the targets.
-        names: of the targets' columns; () if they are not known.
+        mean, std: of the targets, flattened.
+        names: of the targets' columns or channels; () if they are not known.
+        shape: of mean and std as they broadcast to one target: (C, 1, 1) for the channels of fields (n, C, H, W); ()
+            for one number, and for those of the last axis, (D,).
     """
+
+    IF_SET: ClassVar = ("shape",)
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     names: tuple[Any, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shape and len(self.std) != math.prod(self.shape):
+            raise ValueError(f"the scaling of the targets has {len(self.std)} numbers for the shape {self.shape}")
 
     @classmethod
     def of_datamodule(cls, datamodule: Any) -> "TargetScaling | None":
@@ -237,26 +247,40 @@ class TargetScaling:
         if std is None:
             return None
         mean = getattr(datamodule, "target_mean", None)
-        means, stds = (
-            tuple(torch.as_tensor(value).double().reshape(-1).tolist())
-            for value in (0.0 if mean is None else mean, std)
-        )
-        return cls(means, stds, tuple(map(plain, getattr(datamodule, "target_names", ()))))
+        both = [torch.as_tensor(value).double() for value in (0.0 if mean is None else mean, std)]
+        if any(value.dim() > 1 and value.numel() > 1 for value in both):
+            both = list(torch.broadcast_tensors(*both))
+        shape = tuple(both[1].shape) if both[1].dim() > 1 and both[1].numel() > 1 else ()
+        means, stds = (tuple(value.reshape(-1).tolist()) for value in both)
+        return cls(means, stds, tuple(map(plain, getattr(datamodule, "target_names", ()))), shape)
 
     @property
     def factor(self) -> float | Tensor:
-        """The divisor of the targets: a number, or one for each target, float64 (D,)."""
-        return self.std[0] if len(self.std) == 1 else torch.tensor(self.std, dtype=torch.float64)
+        """The divisor of the targets: a number, or one for each target, float64 of `shape` or (D,)."""
+        return self._shaped(self.std)
 
     @property
     def shift(self) -> float | Tensor:
-        """What was subtracted from the targets before: a number, or one for each target, float64 (D,)."""
-        return self.mean[0] if len(self.mean) == 1 else torch.tensor(self.mean, dtype=torch.float64)
+        """What was subtracted from the targets before: a number, or one for each target, of the shape of `factor`."""
+        return self._shaped(self.mean)
+
+    def _shaped(self, values: tuple[float, ...]) -> float | Tensor:
+        return values[0] if len(values) == 1 else torch.tensor(values, dtype=torch.float64).reshape(self.shape or -1)
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of the targets, counted from the last, along which scalings differ; None if it is not one axis."""
+        if len(self.std) == 1:
+            return None
+        places = [place - len(self.shape) for place, size in enumerate(self.shape) if size > 1] if self.shape else [-1]
+        return places[0] if len(places) == 1 else None
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What several targets with a scaling each are called, by name or number; () of one."""
-        return tuple(map(str, self.names or range(len(self.std)))) if len(self.std) > 1 else ()
+        """What several targets or channels with a scaling each are called, by name or number; () of one."""
+        if self.axis is None:
+            return ()
+        return tuple(map(str, self.names if len(self.names) == len(self.std) else range(len(self.std))))
 
     def received(self, y: Any) -> Any:
         """Return targets as in training: a series or a frame has the data's units, a tensor those of the training.
@@ -283,7 +307,7 @@ class Columns:
         inputs: the inputs' columns and scaling; None if they are not known.
         targets: the targets' scaling; None if they were not scaled, or if it is not known.
         classes: the classes' names, in the order of their labels; () if they have none.
-        task: what the targets are: "regression", "classes" or "counts"; "" if it is not known.
+        task: what the targets are: "regression", "classes", "counts" or "censored"; "" if it is not known.
     """
 
     IF_SET: ClassVar = ("inputs", "targets", "classes", "task")
@@ -371,7 +395,24 @@ class Columns:
         )
 
 
+def check_broadcasts(name: str, scale: float | Sequence[float] | Tensor, target: Tensor) -> None:
+    """Raise ValueError unless the scaling of targets (n, …) is one for all, or broadcasts to one of them."""
+    shape, wanted = tuple(torch.as_tensor(scale).shape), tuple(target.shape[1:])
+    pairs = list(zip(reversed(shape), reversed(wanted), strict=False))
+    fits = len(shape) <= len(wanted) and all(own in (1, size) for own, size in pairs)
+    if math.prod(shape) == 1 or (fits and not (len(shape) == 1 and len(wanted) >= 3)):
+        return
+    remedy = f", or {(*shape, *(1,) * (len(wanted) - 1))} for channels" if len(shape) == 1 and len(wanted) >= 3 else ""
+    raise ValueError(
+        f"{name} of the targets' scaling has shape {shape}, and a target has shape {wanted}: pass one number, or a "
+        f"tensor that broadcasts to one target{remedy}"
+    )
+
+
 def _close(ours: float | Tensor, theirs: float | Tensor, unit: float | Tensor = 1.0) -> bool:
-    a, b = torch.broadcast_tensors(*(torch.as_tensor(value, dtype=torch.float64) for value in (ours, theirs)))
+    a, b = (torch.as_tensor(value, dtype=torch.float64) for value in (ours, theirs))
+    if a.numel() > 1 and b.numel() > 1 and a.shape != b.shape:
+        return False
+    a, b = torch.broadcast_tensors(a, b)
     allowed = CLOSE * torch.maximum(a.abs(), torch.as_tensor(unit, dtype=torch.float64).abs())
     return bool(((a - b).abs() <= allowed).all())

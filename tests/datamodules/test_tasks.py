@@ -94,7 +94,7 @@ def test_what_could_be_several_things_asks(y: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("y", "task", "message"),
     [
-        (LABELS, "labels", "task must be 'regression', 'classes' or 'counts', got 'labels'"),
+        (LABELS, "labels", "task must be .*'censored', got 'labels'"),
         (X[:, 0], "classes", "which is no whole number"),
         (X[:, 0], "counts", "which is no whole number"),
         (LABELS - 1, "counts", "y has the count -1: counts count from 0"),

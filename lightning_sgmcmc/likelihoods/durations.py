@@ -1,0 +1,108 @@
+"""Likelihoods of positive numbers, such as durations: log-normal and Weibull's."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_flag, check_within
+from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
+from lightning_sgmcmc.predictions import distributions
+
+
+class LogNormal(Likelihood):
+    """Positive numbers with multiplicative noise: the network's output is the log of the median.
+
+        log p(y|x,θ) = Σ_d log N(log y_d; output_d, std²) - log y_d
+
+    Output and target of one shape, as in `Gaussian`, targets above 0: durations, prices, concentrations. They must not
+    be centred; a division by a unit is a constant of the output. `Censored(LogNormal())` is for durations that have
+    not ended.
+
+    Args:
+        std: standard deviation of log y, > 0; its initial value if it is learned.
+        learned: whether to sample log(std) together with the weights. It is then the module's parameter
+            `likelihood.log_std`, under the module's prior.
+        missing: the value of targets that are not observed, see `Likelihood`.
+
+    Raises:
+        ValueError: if std is not positive.
+
+    Source: Kalbfleisch & Prentice 2002, chapter 2 (accelerated failure times).
+
+    >>> LogNormal().log_prob(torch.zeros(1, 1), torch.tensor([[1.0]]))
+    tensor([-0.9189])
+    """
+
+    distribution = distributions.LogNormal
+    log_std: Tensor
+
+    def __init__(self, std: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+        super().__init__(missing)
+        check_within("std", std, "(0, inf)")
+        check_flag("learned", learned)
+        self.std = float(std)
+        self.learned = learned
+        positive(self, "log_std", std, learned)
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        return {"loc": columns(output, "LogNormal"), "scale": self.log_std.exp()}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return _of_positive(self, output, target)
+
+    def extra_repr(self) -> str:
+        return f"std={self.std}, learned={self.learned}"
+
+
+class Weibull(Likelihood):
+    """Positive numbers whose hazard is a power of time: the network's output is the log of the scale.
+
+        P(Y > y|x,θ) = exp(-(y/exp(output))^k),   a hazard that rises for k > 1, falls for k < 1
+
+    Output and target of one shape, as in `Gaussian`, targets above 0, such as durations until a failure. They must not
+    be centred. `Censored(Weibull())` is for those that have not ended. k = 1 is the exponential distribution.
+
+    Args:
+        concentration: k > 0; its initial value if it is learned.
+        learned: whether to sample log(k) together with the weights. It is then the module's parameter
+            `likelihood.log_concentration`, under the module's prior.
+        missing: the value of targets that are not observed, see `Likelihood`.
+
+    Raises:
+        ValueError: if the concentration is not positive.
+
+    Source: Kalbfleisch & Prentice 2002, chapter 2.
+
+    >>> Weibull().log_prob(torch.zeros(1, 1), torch.tensor([[2.0]]))
+    tensor([-2.])
+    """
+
+    distribution = distributions.Weibull
+    log_concentration: Tensor
+
+    def __init__(self, concentration: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+        super().__init__(missing)
+        check_within("concentration", concentration, "(0, inf)")
+        check_flag("learned", learned)
+        self.concentration = float(concentration)
+        self.learned = learned
+        positive(self, "log_concentration", self.concentration, learned)
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        return {"log_scale": columns(output, "Weibull"), "concentration": self.log_concentration.exp()}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return _of_positive(self, output, target)
+
+    def extra_repr(self) -> str:
+        return f"concentration={self.concentration}, learned={self.learned}"
+
+
+def _of_positive(likelihood: Likelihood, output: Tensor, target: Tensor) -> Tensor:
+    """Return log densities, -∞ of targets that are not positive; those that are not observed have no term."""
+    entries = likelihood.observed_entries(target)
+    target = target if entries is None else target.masked_fill(~entries, 1)
+    law, numbers = likelihood._matched(output, target)
+    each = law.log_prob(torch.where(numbers > 0, numbers, 1.0))
+    return summed(torch.where(numbers > 0, each, -math.inf), entries)
