@@ -16,6 +16,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
 from lightning_sgmcmc.chains.schedule import Schedule
@@ -23,7 +24,7 @@ from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.datamodules.base import random_split
 from lightning_sgmcmc.datamodules.table import Task
-from lightning_sgmcmc.likelihoods import Categorical, ClassLikelihood, Gaussian, Likelihood
+from lightning_sgmcmc.likelihoods import Categorical, Censored, ClassLikelihood, Gaussian, Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl
@@ -356,12 +357,18 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
         """
         _refuse(others)
         x = self._rows(X, first=True)
-        y = _targets(type(self).__name__, y, numeric=True)
-        check_consistent_length(x, y)
         likelihood = Gaussian(std=0.5, learned=True) if self.likelihood is None else self.likelihood
         if isinstance(likelihood, ClassLikelihood):
             raise TypeError(f"likelihood={likelihood!r} is of classes: use BayesianClassifier, or Gaussian()")
         law = likelihood.distribution
+        is_positive = getattr(law, "support", None) in (constraints.positive, constraints.nonnegative)
+        if isinstance(likelihood, Censored) or is_positive:
+            raise TypeError(
+                f"likelihood={type(likelihood).__name__} is of bounds or positive numbers, which this estimator would "
+                "standardise: fit a BayesianModule with a TableDataModule, or the logarithm of y with Gaussian()"
+            )
+        y = _targets(type(self).__name__, y, numeric=True)
+        check_consistent_length(x, y)
         task: Task = "counts" if law is not None and is_discrete(law) else "regression"
         self._is_single = y.ndim == 1
         return self._sample(x, y, likelihood, task, 1 if y.ndim == 1 else y.shape[1])

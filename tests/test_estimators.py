@@ -25,7 +25,16 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from lightning_sgmcmc import SGHMC, Bernoulli, Categorical, HeteroscedasticGaussian, Ordinal, Poisson
+from lightning_sgmcmc import (
+    SGHMC,
+    Bernoulli,
+    Categorical,
+    Censored,
+    HeteroscedasticGaussian,
+    Ordinal,
+    Poisson,
+    Weibull,
+)
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.estimators import BayesianClassifier, BayesianRegressor
 
@@ -186,6 +195,7 @@ def test_it_writes_no_files_and_says_nothing(
     assert [str(warning.message) for warning in recwarn] == []
 
 
+@pytest.mark.slow
 def test_a_new_process_reads_a_pickle(regressor: BayesianRegressor, tmp_path: Path) -> None:
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps(regressor))
@@ -256,6 +266,9 @@ def test_what_does_not_fit_is_refused() -> None:
         BayesianClassifier(likelihood=Poisson()).fit(X, LABELS)
     with pytest.raises(TypeError, match="use BayesianClassifier"):
         BayesianRegressor(likelihood=Categorical()).fit(X, Y)
+    for likelihood in (Weibull(), Censored(Weibull())):
+        with pytest.raises(TypeError, match="bounds or positive numbers"):
+            BayesianRegressor(likelihood=likelihood).fit(np.ones((9, 1)), np.ones(9))
     with pytest.raises(ValueError, match="y has one class"):
         BayesianClassifier().fit(X, np.zeros(200, int))
     with pytest.raises(ValueError, match="num_chains must be"):
