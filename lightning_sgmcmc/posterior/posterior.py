@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from lightning_sgmcmc.posterior.predictive import (
     with_new_statistics,
 )
 from lightning_sgmcmc.posterior.scores import evaluate_samples
+from lightning_sgmcmc.posterior.sharing import save_samples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact
@@ -250,6 +251,36 @@ class Posterior(Decisions):
                     "memory than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
                 )
             yield self.predict([batch], return_samples)
+
+    def save(self, path: str | Path, dtype: Any = None, base: Literal["mean"] | None = None) -> "Posterior":
+        """Write these samples, such as a thinned or merged selection, to a folder that `Posterior.load` opens.
+
+            stored = round(θ - base),   read = stored + base, base 0 by default
+
+        Weights, columns, calibration and the network's description go with them. A sample that `resample` has drawn
+        repeatedly is written once, with the sum of its weights.
+
+        Args:
+            path: a new folder.
+            dtype: "bfloat16" (8 significant bits) or "float16" (11 bits, numbers up to 65504) halves the size: float32
+                parameters are rounded, and are float32 again when read, so predictions are computed in float32. Running
+                statistics and other buffers stay as they are. None keeps all as it is.
+            base: "mean" stores each parameter's difference to its mean over the samples, and the mean once in float32:
+                more digits where the samples differ little.
+
+        Returns:
+            the posterior of the folder, with this one's model.
+
+        Raises:
+            FileExistsError: if the folder contains samples.
+            RuntimeError: if there are no samples.
+            ValueError: for an unknown dtype or base, a base without a dtype, parameters that are not float32, or
+                numbers too large for float16.
+        """
+        saved = Posterior(save_samples(self, path, dtype, base), self.model)
+        saved._why_no_model = self._why_no_model
+        saved.calibration = saved_calibration(saved.store)
+        return saved
 
     def networks(self) -> Iterator[nn.Module]:
         """Yield each sample's network: a plain module in evaluation mode, on the model's device, made one at a time.

@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.posterior.narrow import Narrow
 from lightning_sgmcmc.tables import Columns, TargetScaling
 
 
@@ -18,6 +20,9 @@ class SampleStore(ABC):
 
     contour: LearnedContour | None = None
     """The final learned state of a contour sampler, for weights from the final π."""
+
+    model_description: Any = None
+    """Plain data that describe the network, or None."""
 
     columns: Columns = Columns()
     """What inputs and targets are, for inputs and predictions in the data's units, as the fit's datamodule has said."""
@@ -76,10 +81,15 @@ class SampleStore(ABC):
 
 
 class MemoryStore(SampleStore):
-    """Samples in host memory."""
+    """Samples in host memory.
 
-    def __init__(self) -> None:
+    Args:
+        narrow: how parameters are kept in 16 bits; None keeps them as they are.
+    """
+
+    def __init__(self, narrow: Narrow | None = None) -> None:
         self.records = []
+        self._narrow = narrow
         self._samples: list[PosteriorSample] = []
         self._shared: dict[str, Tensor] = {}
 
@@ -90,11 +100,13 @@ class MemoryStore(SampleStore):
     def append(self, sample: PosteriorSample) -> None:
         if not self._shared:
             self._shared = {name: tensor.detach().to("cpu", copy=True) for name, tensor in sample.shared.items()}
-        self._samples.append(replace(on_cpu(sample), shared=self._shared))
+        stored = sample if self._narrow is None else self._narrow.narrowed(sample)
+        self._samples.append(replace(on_cpu(stored), shared=self._shared))
         self.records.append(record_of(sample))
 
     def __getitem__(self, index: int) -> PosteriorSample:
-        return self._samples[index]
+        sample = self._samples[index]
+        return sample if self._narrow is None else replace(sample, parameters=self._narrow.widened(sample.parameters))
 
     def set_log_weights(self, log_weights: Sequence[float]) -> None:
         pairs = zip(self._samples, log_weights, strict=True)
@@ -134,6 +146,10 @@ class StoreView(SampleStore):
     @property
     def shared(self) -> dict[str, Tensor]:
         return self._store.shared
+
+    @property
+    def model_description(self) -> Any:  # type: ignore[override]
+        return self._store.model_description
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]
