@@ -22,6 +22,7 @@ from lightning_sgmcmc.posterior.description import model_of, warn_of_other_netwo
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
 from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
+from lightning_sgmcmc.posterior.hub import SCHEME, pulled, push
 from lightning_sgmcmc.posterior.networks import Ensemble, State, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
@@ -73,7 +74,8 @@ class Posterior(Decisions):
         """Open a store on disk.
 
         Args:
-            path: the folder that a `SampleCollector` wrote, or the folder of a run that has it as `samples`.
+            path: the folder that a `SampleCollector` or `save` wrote, or the folder of a run that has it as `samples`;
+                or "hf://owner/name" (also "…@revision") of the Hugging Face Hub, which is downloaded once.
             model: a module like the trained one; None builds it from the store's description, if any (networks of
                 torch's layers, torchvision's models, and classes whose arguments are plain data and whose module is
                 imported). A plain network is taken as `net`.
@@ -86,6 +88,7 @@ class Posterior(Decisions):
 
         Raises:
             FileNotFoundError: if there is no store.
+            ImportError: for "hf://…" without huggingface_hub.
             ValueError: if the manifest is damaged or has another format, both `model` and `net` are given, the
                 description has no place for `net`, or the samples belong to another network than the given one.
         """
@@ -93,6 +96,7 @@ class Posterior(Decisions):
             raise ValueError("model already contains a network: pass either model=… or net=…")
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
+        path = pulled(str(path)) if str(path).startswith(SCHEME) else path
         store = DiskStore(
             samples_in(local_path(path, "path", "copy the folder to one first")), skip_damaged=skip_damaged
         )
@@ -281,6 +285,37 @@ class Posterior(Decisions):
         saved._why_no_model = self._why_no_model
         saved.calibration = saved_calibration(saved.store)
         return saved
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        dtype: Any = None,
+        base: Literal["mean"] | None = None,
+        private: bool | None = None,
+        run: str | Path | None = None,
+    ) -> str:
+        """Upload these samples to the Hugging Face Hub, with a card; `Posterior.load` takes the address returned.
+
+        The card (README.md) says what the run was, from its `results.json`: name, kind, sentences, metrics, calibration
+        and versions, without paths. The files are those of `save`, with the names of columns and classes. Samples that
+        the repository had before are replaced. huggingface_hub has the login.
+
+        Args:
+            repo_id: "owner/name"; it is created if needed.
+            dtype: see `save`.
+            base: see `save`.
+            private: whether a new repository is private; None leaves it to the owner's default.
+            run: folder of the run whose `results.json` the card quotes; None takes the one around the samples, if any.
+
+        Returns:
+            "hf://owner/name".
+
+        Raises:
+            ImportError: without huggingface_hub.
+            ValueError: for another form of repo_id, a run without results, or as `save` does.
+            RuntimeError: if there are no samples.
+        """
+        return push(self, repo_id, dtype, base, private, run)
 
     def networks(self) -> Iterator[nn.Module]:
         """Yield each sample's network: a plain module in evaluation mode, on the model's device, made one at a time.

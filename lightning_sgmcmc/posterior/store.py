@@ -144,6 +144,13 @@ class StoreView(SampleStore):
         self._is_of_one = all(own is store for own, _ in places)
 
     @property
+    def source(self) -> SampleStore | None:
+        """The store that all samples are from; None for samples of several."""
+        if not self._is_of_one:
+            return None
+        return self._store.source if isinstance(self._store, StoreView) else self._store
+
+    @property
     def shared(self) -> dict[str, Tensor]:
         return self._store.shared
 
