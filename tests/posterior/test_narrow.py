@@ -151,3 +151,16 @@ def test_what_cannot_be_narrowed(parameter: Any, options: Any, message: str, tmp
     assert not (tmp_path / "s").exists()
     with pytest.raises(ValueError, match="dtype"):
         SampleCollector(dtype="int8")
+
+
+def test_networks_that_were_trained_elsewhere_are_saved_and_load_by_themselves(tmp_path: Path) -> None:
+    members = [nn.Linear(4, 3) for _ in range(3)]
+    posterior = Posterior.from_states(nn.Linear(4, 3), members, Categorical(), weights=[1, 2, 0])
+    posterior.save(tmp_path / "s")
+    x = torch.randn(7, 4)
+    found = Posterior.load(tmp_path / "s").predict(x).probabilities
+    torch.testing.assert_close(found, posterior.predict(x).probabilities)
+    merged = Posterior.merge(posterior, Posterior.load(tmp_path / "s"))
+    again = merged.save(tmp_path / "merged", dtype="bfloat16")
+    assert len(again) == 6
+    torch.testing.assert_close(again.predict(x).probabilities, found, rtol=0.02, atol=0.01)
