@@ -93,7 +93,7 @@ class DiskStore(SampleStore):
         self._records = records
 
     @property
-    def model_description(self) -> Any:  # type: ignore[override]
+    def model_description(self) -> Any:
         """Plain data that describe the network, or None."""
         return self._manifest.model
 

@@ -15,6 +15,7 @@ from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
 from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.tensors import widest
 
 
 def save_samples(posterior: Any, path: str | Path, dtype: Any, base: str | None) -> DiskStore:
@@ -61,5 +62,5 @@ def _means(store: SampleStore) -> dict[str, Tensor]:
     for sample in store:
         for name, parameter in sample.parameters.items():
             if parameter.dtype == torch.float32:
-                sums[name] = sums[name] + parameter.double() if name in sums else parameter.double()
+                sums[name] = sums[name] + widest(parameter) if name in sums else widest(parameter)
     return {name: (total / len(store)).float() for name, total in sums.items()}

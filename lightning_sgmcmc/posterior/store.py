@@ -21,9 +21,6 @@ class SampleStore(ABC):
     contour: LearnedContour | None = None
     """The final learned state of a contour sampler, for weights from the final π."""
 
-    model_description: Any = None
-    """Plain data that describe the network, or None."""
-
     columns: Columns = Columns()
     """What inputs and targets are, for inputs and predictions in the data's units, as the fit's datamodule has said."""
 
@@ -35,6 +32,11 @@ class SampleStore(ABC):
     @scaling.setter
     def scaling(self, scaling: TargetScaling | None) -> None:
         self.columns = replace(self.columns, targets=scaling)
+
+    @property
+    def model_description(self) -> Any:
+        """Plain data that describe the network, or None."""
+        return None
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -155,7 +157,7 @@ class StoreView(SampleStore):
         return self._store.shared
 
     @property
-    def model_description(self) -> Any:  # type: ignore[override]
+    def model_description(self) -> Any:
         return self._store.model_description
 
     @property

@@ -164,3 +164,19 @@ def test_networks_that_were_trained_elsewhere_are_saved_and_load_by_themselves(t
     again = merged.save(tmp_path / "merged", dtype="bfloat16")
     assert len(again) == 6
     torch.testing.assert_close(again.predict(x).probabilities, found, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.slow
+def test_onnx_of_five_samples_predicts_what_they_do(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript", minversion="0.4")
+    posterior = fitted(SampleCollector(tmp_path / "s", dtype="bfloat16"), steps=16).posterior
+    assert posterior is not None
+    five, x, file = posterior.thin(count=5), torch.randn(8, 5), str(tmp_path / "five.onnx")
+    shapes = ({0: torch.export.Dim("batch", min=2)},)
+    torch.onnx.export(five.ensemble(), (x,), file, input_names=["x"], dynamo=True, dynamic_shapes=shapes, verbose=False)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for count in (1, 8):
+        (found,) = session.run(None, {"x": x[:count].numpy()})
+        expected = five.predict(x[:count]).probabilities
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
