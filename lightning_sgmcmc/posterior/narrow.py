@@ -47,8 +47,17 @@ class Narrow:
         """Return stored parameters as float32."""
         kind, found = DTYPES[self.dtype], dict(parameters)
         for name, tensor in parameters.items():
-            if tensor.dtype == kind:
-                found[name] = tensor.float() + self.base[name] if name in self.base else tensor.float()
+            if tensor.dtype != kind:
+                continue
+            found[name] = tensor.float()
+            if name in self.base:
+                base = self.base[name]
+                if base.shape != tensor.shape or base.dtype != torch.float32:
+                    raise ValueError(
+                        f"the samples' base has '{name}' of shape {tuple(base.shape)} and {base.dtype}, and a sample "
+                        f"of {tuple(tensor.shape)}: restore base.safetensors"
+                    )
+                found[name] += base
         return found
 
 

@@ -77,8 +77,8 @@ class Posterior(Decisions):
             path: the folder that a `SampleCollector` or `save` wrote, or the folder of a run that has it as `samples`;
                 or "hf://owner/name" (also "…@revision") of the Hugging Face Hub, which is downloaded once.
             model: a module like the trained one; None builds it from the store's description, if any (networks of
-                torch's layers, torchvision's models, and classes whose arguments are plain data and whose module is
-                imported). A plain network is taken as `net`.
+                torch's layers, models of torchvision and timm, and classes whose arguments are plain data and whose
+                module is imported). A plain network is taken as `net`.
             device: device for predictions.
             skip_damaged: read all samples once and skip those that are damaged, missing, of another network or not
                 finite, with a warning; files and manifest are not changed.

@@ -295,7 +295,9 @@ def _sequential(loader: Any, name: str) -> Any:
     if isinstance(loader, DataLoader):
         if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
             return loader  # its own batches
-        repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset))
+        repeats = isinstance(sampler, RandomSampler) and (
+            sampler.replacement or len(sampler) != len(sampler.data_source)
+        )
         if repeats or not isinstance(sampler, RandomSampler | SequentialSampler):
             if not is_shuffled(loader):
                 return loader

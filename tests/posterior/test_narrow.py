@@ -15,6 +15,7 @@ from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.narrow import Narrow
 from lightning_sgmcmc.posterior.store import MemoryStore
 from tests.support.trainers import quiet_trainer
 
@@ -122,6 +123,25 @@ def test_any_selection_is_saved_with_its_weights_and_calibration(tmp_path: Path)
     again.save(tmp_path / "twice", dtype="bfloat16", base="mean")
     with pytest.raises(FileExistsError, match="already contains a sample store"):
         again.save(tmp_path / "twice")
+
+
+def test_a_thread_writes_what_the_run_would(tmp_path: Path) -> None:
+    """As on a GPU, where samples are queued."""
+    store = DiskStore.create(tmp_path / "s", narrow=Narrow("bfloat16"))
+    samples = [PosteriorSample(step, 0, 0, 0.0, parameters={"w": torch.randn(50)}) for step in range(4)]
+    for one in samples:
+        store.append_later(one, lambda one=one: one)  # type: ignore[misc]
+    store.close()
+    for one, other in zip(samples, DiskStore(tmp_path / "s"), strict=True):
+        assert torch.equal(one.parameters["w"].bfloat16().float(), other.parameters["w"])
+
+
+def test_a_foreign_base_is_named(tmp_path: Path) -> None:
+    """One of another shape would be broadcast to any size."""
+    store = DiskStore.create(tmp_path / "s", narrow=Narrow("bfloat16", {"w": torch.ones(1, 5)}))
+    store.append(PosteriorSample(0, 0, 0, 0.0, parameters={"w": torch.ones(3, 1)}))
+    with pytest.raises(ValueError, match=r"base has 'w' of shape \(1, 5\) .* a sample of \(3, (1|5)\)"):
+        DiskStore(tmp_path / "s")[0]
 
 
 def test_a_missing_base_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FeatureDataModule, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, TableDataModule
+from lightning_sgmcmc.datamodules.datasets import collate_rows
+from tests.pretrained.networks import encoder
 from tests.support.trainers import quiet_trainer
 
 
@@ -185,6 +187,23 @@ def test_features_of_dict_batches_are_those_of_the_whole_network(kind: str, tmp_
     assert model.posterior is not None
     expected = whole.posterior.predict(inputs).probabilities
     torch.testing.assert_close(model.posterior.predict(inputs).probabilities, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_of_transformers_and_its_own_batches(tmp_path: Path) -> None:
+    """The last layer of a BERT, with dict batches that have a mask."""
+    rows: Any = [
+        {"input_ids": [1 + i % 7, 2, 3 + i % 5, 0], "attention_mask": [1, 1, 1, 0], "labels": i % 3} for i in range(21)
+    ]
+    model = module(encoder(num_labels=3))
+    features = FeatureDataModule(model, DatasetDataModule(rows, rows[:9], batch_size=8, collate_fn=collate_rows))
+    fit(model, features, tmp_path / "part")
+    assert features.num_data == 21
+    assert features.splits[0].targets.tolist() == [row["labels"] for row in rows]
+    assert model.posterior is not None
+    first: Any = next(iter(model.posterior.networks()))
+    batch = collate_rows(rows)
+    whole = first(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(whole, first.classifier(features.splits[0].inputs), rtol=1e-4, atol=1e-5)
 
 
 class Noisy(Rows):
