@@ -231,7 +231,6 @@ class DiskStore(SampleStore):
 
     @property
     def narrow(self) -> Narrow | None:
-        """How parameters are stored in 16 bits, None if they are stored as they are."""
         dtype, base = self._manifest.dtype, self._manifest.base
         if dtype is not None and self._narrow is None:
             tensors = {} if base is None else manifest.read_common(self.path, base, manifest.BASE)

@@ -106,19 +106,18 @@ def _results_of(posterior: Any, run: str | Path | None) -> dict[str, Any]:
 
 def card(name: str, store: DiskStore, calibration: Any, results: dict[str, Any]) -> str:
     """Return the text of a repository's README.md."""
-    description = store.model_description
-    network = description.get("class", "") if isinstance(description, dict) else ""
+    said = summary(store.records)
     parts = [
         "---\nlibrary_name: lightning-sgmcmc\ntags: [bayesian, sgmcmc, uncertainty]\n---\n",
         f"# {name.partition('/')[2]}\n",
-        f"{summary(store.records)[0].upper()}{summary(store.records)[1:]}, drawn from the posterior of a network's "
-        "weights by stochastic-gradient MCMC. Predictions average over them.\n",
+        f"{said[0].upper()}{said[1:]}, of a network's weights. Predictions average over them.\n",
         f'```python\nfrom lightning_sgmcmc import Posterior\n\nposterior = Posterior.load("{SCHEME}{name}")\n'
         "prediction = posterior.predict(x)\n```\n",
         "## The run\n",
+        *(["What the run's summary said, of all its samples:\n"] if results else []),
         *_said_of_run(results),
-        f"* calibration: {calibration if calibration is not None else 'none'}",
-        f"* model: `{network}`" if network else "* model: not described; load with `net=…`",
+        f"* calibrated by: {calibration if calibration is not None else 'nothing'}",
+        *_model(store.model_description),
         f"* parameters: {store.narrow.dtype if store.narrow is not None else 'as sampled'}",
         f"* versions: {_versions(results)}\n",
         *_metrics(results),
@@ -137,6 +136,16 @@ def _said_of_run(results: dict[str, Any]) -> list[str]:
         "verdict": verdict.get("verdict") if isinstance(verdict, dict) else None,
     }
     return [f"* {name}: {without_paths(text)}" for name, text in found.items() if isinstance(text, str) and text]
+
+
+def _model(description: Any) -> list[str]:
+    """Return the classes of the network and the likelihood."""
+    arguments = description.get("arguments") if isinstance(description, dict) else None
+    if not isinstance(arguments, dict):
+        return ["* network: not described; load with `net=…`"]
+    classes = {name: part.get("class") for name, part in arguments.items() if isinstance(part, dict)}
+    found = {name: classes.get(name) for name in ("net", "likelihood")}
+    return [f"* {name}: `{path.rpartition(':')[2]}`" for name, path in found.items() if isinstance(path, str)]
 
 
 def _versions(results: dict[str, Any]) -> str:

@@ -268,7 +268,8 @@ class Posterior(Decisions):
             path: a new folder.
             dtype: "bfloat16" (8 significant bits) or "float16" (11 bits, numbers up to 65504) halves the size: float32
                 parameters are rounded, and are float32 again when read, so predictions are computed in float32. Running
-                statistics and other buffers stay as they are. None keeps all as it is.
+                statistics and other buffers stay as they are. None keeps all as it is stored, "float32" writes float32
+                parameters in full.
             base: "mean" stores each parameter's difference to its mean over the samples, and the mean once in float32:
                 more digits where the samples differ little.
 

@@ -29,7 +29,9 @@ def save_samples(posterior: Any, path: str | Path, dtype: Any, base: str | None)
         raise ValueError(f"base={base!r} only helps parameters in 16 bits: pass dtype='bfloat16', or leave base out")
     if len(store) == 0:
         raise RuntimeError("the posterior has no samples to save")
-    narrow = None if name is None else Narrow(name, {} if base is None else _means(store))
+    narrow = store.narrow if dtype is None else None
+    if name is not None:
+        narrow = Narrow(name, {} if base is None else _means(store))
     first = store[0]
     if narrow is not None:
         narrow.narrowed(first)  # refuses before there is a folder

@@ -39,6 +39,11 @@ class SampleStore(ABC):
         return None
 
     @property
+    def narrow(self) -> Narrow | None:
+        """How parameters are stored in 16 bits; None if they are stored as they are."""
+        return None
+
+    @property
     def shared(self) -> dict[str, Tensor]:
         """What is not sampled and all samples have in common, by name."""
         return {}
@@ -94,6 +99,10 @@ class MemoryStore(SampleStore):
         self._narrow = narrow
         self._samples: list[PosteriorSample] = []
         self._shared: dict[str, Tensor] = {}
+
+    @property
+    def narrow(self) -> Narrow | None:
+        return self._narrow
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -155,6 +164,11 @@ class StoreView(SampleStore):
     @property
     def shared(self) -> dict[str, Tensor]:
         return self._store.shared
+
+    @property
+    def narrow(self) -> Narrow | None:
+        """The store's; None for samples of several stores."""
+        return self._store.narrow if self._is_of_one else None
 
     @property
     def model_description(self) -> Any:

@@ -80,7 +80,7 @@ def test_it_comes_back(hub: FakeHub, tmp_path: Path) -> None:
     posterior.thin(count=2).push_to_hub("someone/flowers", dtype="bfloat16", base="mean")
     fewer = Posterior.load(address, model=classifier())
     assert len(fewer) == 2
-    assert fewer.store.narrow is not None  # type: ignore[attr-defined]
+    assert fewer.store.narrow is not None
     assert len(Posterior.load(f"{address}@commit1", model=classifier())) == len(again) == len(posterior)
     assert torch.equal(again.in_memory().predict(x).probabilities, posterior.predict(x).probabilities)
 
@@ -109,7 +109,7 @@ def test_the_card_says_what_the_run_was_and_no_path(hub: FakeHub, tmp_path: Path
     calibrated = posterior.calibrate([(inputs(), torch.zeros(len(inputs())).long())])
     calibrated.push_to_hub("someone/other", run=tmp_path / "run")
     assert Posterior.load("hf://someone/other", model=classifier()).calibration is not None
-    assert f"calibration: {calibrated.calibration}" in (hub.folder / "someone" / "other" / "README.md").read_text()
+    assert f"calibrated by: {calibrated.calibration}" in (hub.folder / "someone" / "other" / "README.md").read_text()
 
 
 def test_what_is_refused(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
