@@ -1,5 +1,6 @@
 """The inputs of the sampled part of a network, computed once for all data."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
@@ -147,14 +148,20 @@ class FeatureDataModule(ArrayDataModule):
 
     def _on_device(self, loader: Any) -> Iterator[Any]:
         """Yield a loader's batches on the module's device, by the datamodule's own hooks if it has some."""
+        (module,) = self._module
+        for number, batch in enumerate(loader):
+            again = copy.deepcopy(batch) if number == 0 else None  # hooks may change a batch in place
+            moved = self._moved(batch)
+            if again is not None and not _are_alike(moved, self._moved(again)):
+                raise ValueError(_augments(type(self.data).__name__))
+            yield module.used_of(moved)
+
+    def _moved(self, batch: Any) -> Any:
         data, (module,) = self.data, self._module
-        for batch in loader:
-            if isinstance(data, pl.LightningDataModule):
-                moved = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), module.device, 0)
-                batch = data.on_after_batch_transfer(moved, 0)
-            else:
-                batch = move_data_to_device(batch, module.device)
-            yield module.used_of(batch)
+        if not isinstance(data, pl.LightningDataModule):
+            return move_data_to_device(batch, module.device)
+        moved = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), module.device, 0)
+        return data.on_after_batch_transfer(moved, 0)
 
     @property
     def input_columns(self) -> InputColumns | None:
@@ -312,6 +319,14 @@ def _sequential(loader: Any, name: str) -> Any:
 def _reads_alike(loader: Any) -> bool:
     """Return whether the first batch is the same in two passes."""
     with unchanged_generators([]):
-        first, again = (next(iter(loader), None) for _ in range(2))
+        return _are_alike(*(next(iter(loader), None) for _ in range(2)))
+
+
+def _are_alike(first: Any, again: Any) -> bool:
+    """Return whether two batches have the same tensors; NaN, a target that is missing, is equal to itself."""
     pairs = zip(pytree.tree_leaves(plain(first)), pytree.tree_leaves(plain(again)), strict=False)
-    return all(torch.equal(one, other) for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor))
+    tensors = [(one, other) for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)]
+    return all(
+        one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+        for one, other in tensors
+    )

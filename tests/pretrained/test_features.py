@@ -7,9 +7,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FeatureDataModule, Posterior, bayesianize
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FeatureDataModule, Gaussian, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, TableDataModule
 from lightning_sgmcmc.datamodules.datasets import collate_rows
@@ -206,9 +206,24 @@ def test_a_model_of_transformers_and_its_own_batches(tmp_path: Path) -> None:
     torch.testing.assert_close(whole, first.classifier(features.splits[0].inputs), rtol=1e-4, atol=1e-5)
 
 
+def test_a_missing_target_is_no_augmentation() -> None:
+    x, y = torch.randn(21, 5), torch.randn(21, 1)
+    y[3] = torch.nan
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+    model = bayesianize(net, "last_layer", Gaussian(0.3))
+    features = FeatureDataModule(model, DataLoader(TensorDataset(x, y), 8, shuffle=True))
+    features.setup("fit")
+    torch.testing.assert_close(features.splits[0].targets, y, equal_nan=True)
+
+
 class Noisy(Rows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return super().__getitem__(index) | {"mask": torch.rand(6)}
+
+
+class NoisyOnDevice(Foreign):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch | {"mask": torch.rand_like(batch["mask"])}
 
 
 class Endless(IterableDataset[Any]):
@@ -223,6 +238,7 @@ def test_loaders_whose_features_are_not_computed_once() -> None:
     for data, options, message in (
         (DataLoader(Noisy(53), 16), {}, r"data augments its training data"),
         (DatasetDataModule(Noisy(53), batch_size=16), {}, r"DatasetDataModule augments its training data"),
+        (NoisyOnDevice(), {}, r"NoisyOnDevice augments its training data"),
         (DataLoader(Rows(53), 16, sampler=weighted), {}, r"by a WeightedRandomSampler, .*: pass DataLoader"),
         (DataLoader(Endless(), 16), {"max_gb": few}, r"first 48 data take more than max_gb=.*, 0.08 kB each"),
     ):
