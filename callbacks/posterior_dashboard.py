@@ -35,7 +35,7 @@ MOST_CHAINS = 16
 
 
 class PosteriorDashboard(SamplerCallback):
-    """Shows a sampling run live in W&B, TensorBoard or a notebook, and in files in the run's folder.
+    """Shows a sampling run live in W&B, TensorBoard, MLflow or a notebook, and in files in the run's folder.
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
     mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/log_posterior`
@@ -70,10 +70,11 @@ class PosteriorDashboard(SamplerCallback):
     repeated on the test data as `posterior/test_…`; without a fit in this process, weights and geometry too.
 
     The loggers' x-axis is the trainer's global step. W&B receives images, histograms and tables, TensorBoard images,
-    histograms and text. The newest of each is also in the run's folder (`energy.png`, `sample_table.csv`, …), with
-    `history.json`: the scalars of the logged steps and the samples. Parts that cannot be drawn are omitted, and an
-    error while drawing only warns. The callback does not change the chain. Files have 150 dots per inch (drawing stays
-    cheap); `for_print=True` writes the last ones with 300, and a PDF beside each.
+    histograms and text, MLflow images by step and the newest tables as CSV. The newest of each is also in the run's
+    folder (`energy.png`, `sample_table.csv`, …), with `history.json`: the scalars of the logged steps and the
+    samples. Parts that cannot be drawn are omitted, and an error while drawing only warns. The callback does not
+    change the chain. Files have 150 dots per inch (drawing stays cheap); `for_print=True` writes the last ones with
+    300, and a PDF beside each.
 
     Args:
         every: when to draw, besides at the end: at each "sample", at the end of each "cycle", or only at the "end".

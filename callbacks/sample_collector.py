@@ -23,6 +23,7 @@ from lightning_sgmcmc.posterior.description import description_for_store, model_
 from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, continue_store
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, records_from
+from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
@@ -48,10 +49,13 @@ class SampleCollector(SamplerCallback):
         in_memory: store the samples in host memory, and in the checkpoints, instead of on disk.
         every_n_samples: thinning: keep every n-th sample of each chain.
         max_samples: limit: keep only the newest samples, this many over all chains.
+        dtype: "bfloat16" or "float16" stores float32 parameters in half the bytes, see `Posterior.save`; None stores
+            them as they are.
 
     Raises:
-        ValueError: for an argument out of range; at setup, if no schedule would draw a sample; at the start of a fit
-            from a checkpoint, if the folder holds other samples than the checkpoint's.
+        ValueError: for an argument out of range; at setup, if no schedule would draw a sample; with a dtype, if sampled
+            parameters are not float32; at the start of a fit from a checkpoint, if the folder holds other samples than
+            the checkpoint's, or has them in another dtype.
         RuntimeError: at the start of a fit, if another process writes to the folder.
     """
 
@@ -63,6 +67,7 @@ class SampleCollector(SamplerCallback):
         in_memory: bool = False,
         every_n_samples: int = 1,
         max_samples: int | None = None,
+        dtype: str | None = None,
     ) -> None:
         check_flag("in_memory", in_memory)
         if dirpath is not None and (not str(dirpath).strip() or Path(dirpath) == Path()):
@@ -81,6 +86,7 @@ class SampleCollector(SamplerCallback):
         self.in_memory = in_memory
         self.every_n_samples = every_n_samples
         self.max_samples = max_samples
+        self.dtype = narrow_dtype(dtype)
         self.posterior: Posterior | None = None
         self._store: SampleStore | None = None
         self._drawing: Drawing | None = None
@@ -133,10 +139,10 @@ class SampleCollector(SamplerCallback):
             check_resume(trainer, module)  # before the store is touched
             self._resume(trainer, module)
         elif self.in_memory or is_trial(trainer):
-            self._store = MemoryStore()  # a trial run must not move real samples aside
+            self._store = MemoryStore(self._narrow())  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
-            self._lock = _on_rank_zero(trainer, lambda: _begin_store(path, trainer, module))
+            self._lock = _on_rank_zero(trainer, lambda: _begin_store(path, trainer, module, self._narrow()))
             check_common("the samples' folder", lambda: path, mark_of_store)
             self._store = DiskStore(path)
         if isinstance(self._store, MemoryStore):
@@ -154,16 +160,26 @@ class SampleCollector(SamplerCallback):
             raise ValueError(f"the checkpoint's count of samples is damaged ({str(seen)[:80]}): resume from another")
         self._seen = Counter(seen)
         if self.in_memory:
-            self._store, shared = MemoryStore(), module.chains.sharing.tensors()
+            self._store, shared = MemoryStore(self._narrow()), module.chains.sharing.tensors()
             for sample in restored["samples"]:
                 self._store.append(PosteriorSample(**sample, shared=shared))
             return
         checkpoint = trainer.ckpt_path
         path = check_common("the samples", lambda: _find_store(restored, self.dirpath, checkpoint), mark_of_store)
         trainer.strategy.barrier("read the store before it is cut")
-        DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
+        before = DiskStore(path)
+        before.columns.check(getattr(trainer, "datamodule", None))
+        stored = None if before.narrow is None else before.narrow.dtype
+        if stored != self.dtype:
+            raise ValueError(
+                f"dtype={self.dtype!r} differs from that of the samples in {path}, {stored!r}: pass dtype={stored!r} "
+                "to go on with them, or start a new run"
+            )
         self._lock = _on_rank_zero(trainer, lambda: _continue_store(path, restored))
         self._store = DiskStore(path)
+
+    def _narrow(self) -> Narrow | None:
+        return None if self.dtype is None else Narrow(self.dtype)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = None if self.posterior is None else self.posterior.model
@@ -327,10 +343,10 @@ class SampleCollector(SamplerCallback):
 # -- the folder of samples ---------------------------------------------------------------------------------------------
 
 
-def _begin_store(path: Path, trainer: pl.Trainer, module: ChainModel) -> StoreLock:
+def _begin_store(path: Path, trainer: pl.Trainer, module: ChainModel, narrow: Narrow | None) -> StoreLock:
     """Create an empty store for a new run, and move the samples of an earlier run aside."""
     description = description_for_store(module)
-    return begin_store(path, description, _columns(trainer), module.chains.sharing.tensors())
+    return begin_store(path, description, _columns(trainer), module.chains.sharing.tensors(), narrow)
 
 
 def _find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Path | None) -> Path:

@@ -54,7 +54,9 @@ class EnergyModel(pl.LightningModule):
     U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
     """
 
-    def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | float | None) -> None:
+    def __init__(
+        self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | float | None = None
+    ) -> None:
         super().__init__()
         if names_other_lightning(type(self).__module__):
             warnings.warn(
@@ -201,7 +203,9 @@ class EnergyModel(pl.LightningModule):
 
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild the network: all except those used only in training."""
-        return {name: value for name, value in self._arguments.items() if name not in ONLY_FOR_TRAINING}
+        own = {"net": self._modules.get("net"), "likelihood": self.likelihood}
+        given = vars(self).get("_arguments", own)  # only subclasses record theirs
+        return {name: value for name, value in given.items() if name not in ONLY_FOR_TRAINING}
 
     _arguments: dict[str, Any]
     """The constructor arguments, see `lightning_sgmcmc.posterior.description.record_arguments`."""

@@ -20,6 +20,7 @@ from lightning_sgmcmc.plain import markdown_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MLFlowLogger = pl.loggers.MLFlowLogger
 TensorBoardLogger = pl.loggers.TensorBoardLogger
 WandbLogger = pl.loggers.WandbLogger
 
@@ -41,7 +42,7 @@ def log_figure(
     def add(writer: Any) -> None:
         writer.add_image(name, np.asarray(_pixels(png)), step, dataformats="HWC")
 
-    _send(trainer, name, step, lambda wandb: wandb.Image(_pixels(png)), add)
+    _send(trainer, name, step, lambda wandb: wandb.Image(_pixels(png)), add, _image_to_mlflow(name, png, step))
     show_inline(trainer, name, png.getvalue())
     if folder is not None:
         write_output(folder / f"{_stem(name)}.png", png.getvalue())
@@ -61,10 +62,12 @@ def log_histogram(
     def made(wandb: Any) -> Any:
         return wandb.Histogram(np_histogram=histogram(finite.tolist()))
 
-    _send(trainer, name, step, made, lambda writer: writer.add_histogram(name, finite, step))
-    if folder is not None:
-        png = io.BytesIO()
+    png = io.BytesIO()
+    if folder is not None or any(isinstance(logger, MLFlowLogger) for logger in trainer.loggers):
         histogram_figure(finite.tolist(), label).savefig(png, format="png", dpi=DPI)
+    stored = _image_to_mlflow(name, png, step)
+    _send(trainer, name, step, made, lambda writer: writer.add_histogram(name, finite, step), stored)
+    if folder is not None:
         write_output(folder / f"{_stem(name)}.png", png.getvalue())
 
 
@@ -85,11 +88,15 @@ def log_table(
         return wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
 
     text = [[_text(cell) for cell in row] for row in rows]
-    _send(trainer, name, step, made, lambda writer: writer.add_text(name, markdown_table(columns, text), step))
+    content = io.StringIO(newline="")
+    inert = [[_inert(cell) for cell in row] for row in (columns, *rows)]
+    csv.writer(content, lineterminator="\n").writerows(inert)
+
+    def add(writer: Any) -> None:
+        writer.add_text(name, markdown_table(columns, text), step)
+
+    _send(trainer, name, step, made, add, lambda client, run: client.log_text(run, content.getvalue(), f"{name}.csv"))
     if folder is not None:
-        content = io.StringIO(newline="")
-        inert = [[_inert(cell) for cell in row] for row in (columns, *rows)]
-        csv.writer(content, lineterminator="\n").writerows(inert)
         write_output(folder / f"{_stem(name)}.csv", content.getvalue().encode())
 
 
@@ -101,8 +108,16 @@ def _inert(cell: Any) -> Any:
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
-def _send(trainer: pl.Trainer, name: str, step: int, made: Callable[[Any], Any], add: Callable[[Any], None]) -> None:
-    """Send W&B what a function makes of its module, and let another add it by TensorBoard's writer."""
+def _send(
+    trainer: pl.Trainer,
+    name: str,
+    step: int,
+    made: Callable[[Any], Any],
+    add: Callable[[Any], None],
+    store: Callable[[Any, str], None],
+) -> None:
+    """Send W&B what a function makes of its module, let another add it by TensorBoard's writer, and a third store it by
+    MLflow's client in a run."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
@@ -111,6 +126,13 @@ def _send(trainer: pl.Trainer, name: str, step: int, made: Callable[[Any], Any],
             logger.log_metrics(objects, step=step)
         elif isinstance(logger, TensorBoardLogger):
             add(logger.experiment)
+        elif isinstance(logger, MLFlowLogger):
+            client = logger.experiment  # begins the run
+            store(client, str(logger.run_id))
+
+
+def _image_to_mlflow(name: str, png: io.BytesIO, step: int) -> Callable[[Any, str], None]:
+    return lambda client, run: client.log_image(run, _pixels(png), key=name, step=step)
 
 
 def _pixels(png: io.BytesIO) -> Any:

@@ -250,6 +250,8 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
         description = hugging_face.describe_transformer(module)
     elif home.startswith(hugging_face.TORCHVISION):
         description = hugging_face.describe_vision_model(module, describe)
+    elif home.startswith(hugging_face.TIMM):
+        description = hugging_face.describe_timm(module, describe)
     else:
         description = {"class": path_of(type(module)), "arguments": _arguments_of(module)}
     _check_rebuilds(module, description)

@@ -27,7 +27,8 @@ from lightning_sgmcmc.files import (
 from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.posterior import manifest
 from lightning_sgmcmc.posterior.lock import StoreLock, is_in_use, unusable
-from lightning_sgmcmc.posterior.manifest import BackgroundWriter, wait_for_writers, write_sample
+from lightning_sgmcmc.posterior.manifest import BackgroundWriter, Manifest, wait_for_writers, write_sample
+from lightning_sgmcmc.posterior.narrow import Narrow
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.tables import Columns
 
@@ -70,10 +71,11 @@ class DiskStore(SampleStore):
         self._held = manifest.OpenFiles()
         self._dropped: list[SampleRecord] = []
         """Records that `keep_newest` has dropped and the manifest still contains."""
-        self._manifest = manifest.Manifest()
+        self._manifest = Manifest()
         self._places: set[tuple[int, int, int]] = set()
         self._contour: bytes | None = None
         self._shared: dict[str, Tensor] | None = None
+        self._narrow: Narrow | None = None
         self._writer: BackgroundWriter | None = None
         self._unrecorded: list[SampleRecord] | None = None
         """The records of samples that this process has written and the first one is to record (`share_writing`)."""
@@ -120,6 +122,7 @@ class DiskStore(SampleStore):
         model_description: Any = None,
         columns: Columns | None = None,
         shared: Mapping[str, Tensor] | None = None,
+        narrow: Narrow | None = None,
     ) -> "DiskStore":
         """Create an empty store.
 
@@ -128,6 +131,7 @@ class DiskStore(SampleStore):
             model_description: plain data of the network (see `lightning_sgmcmc.posterior.description`), or None.
             columns: what inputs and targets are.
             shared: the tensors that all samples have in common, by name, which are not sampled.
+            narrow: how parameters are stored in 16 bits; None stores them as they are.
 
         Raises:
             FileExistsError: if the folder contains a store.
@@ -137,9 +141,11 @@ class DiskStore(SampleStore):
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             make_folder(path)
-            of_shared = manifest.write_shared(path, shared or {})
-            content = manifest.write_manifest(model_description, uuid.uuid4().hex, (), columns, of_shared)
-            write_atomically(path / manifest.MANIFEST, content)
+            said = Manifest(model_description, run=uuid.uuid4().hex, columns=columns or Columns())
+            said.shared = manifest.write_common(path, shared or {})
+            if narrow is not None:
+                said.dtype, said.base = narrow.dtype, manifest.write_common(path, narrow.base, manifest.BASE)
+            write_atomically(path / manifest.MANIFEST, manifest.write_manifest(said))
         except OSError as error:
             raise unusable(path, error) from error
         return cls(path)
@@ -215,12 +221,27 @@ class DiskStore(SampleStore):
             return
 
     def append(self, sample: PosteriorSample) -> None:
+        stored = self._stored(sample)
         self._take_place(sample)
         try:
-            self._enter(write_sample(self.path, sample, len(self.records), self._unrecorded is None))
+            self._enter(write_sample(self.path, stored, len(self.records), self._unrecorded is None))
         except OSError:
             self._places = _places_of(self.records)  # so that it can be appended again
             raise
+
+    @property
+    def narrow(self) -> Narrow | None:
+        dtype, base = self._manifest.dtype, self._manifest.base
+        if dtype is not None and self._narrow is None:
+            tensors = {} if base is None else manifest.read_common(self.path, base, manifest.BASE)
+            self._narrow = Narrow(dtype, tensors)
+        return self._narrow
+
+    def _stored(self, sample: PosteriorSample) -> PosteriorSample:
+        return sample if self.narrow is None else self.narrow.narrowed(sample)
+
+    def _read(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parameters if self.narrow is None else self.narrow.widened(parameters)
 
     def _take_place(self, sample: PosteriorSample) -> None:
         """Note that the store has a sample, or is about to."""
@@ -277,14 +298,16 @@ class DiskStore(SampleStore):
             for start in ("parameter.", "buffer.", "scale.")
         ]
         own = {name: getattr(record, name) for name in ORIGIN}
-        return PosteriorSample(**own, parameters=parts[0], buffers=parts[1], scales=parts[2], shared=self.shared)
+        return PosteriorSample(
+            **own, parameters=self._read(parts[0]), buffers=parts[1], scales=parts[2], shared=self.shared
+        )
 
     @property
     def shared(self) -> dict[str, Tensor]:
         """What is not sampled, by name: read once, and the same tensors in all samples."""
         if self._shared is None:
             expected = self._manifest.shared
-            self._shared = {} if expected is None else manifest.read_shared(self.path, expected)
+            self._shared = {} if expected is None else manifest.read_common(self.path, expected)
         return self._shared
 
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -310,9 +333,9 @@ class DiskStore(SampleStore):
         held = self._held.read(self.records[index].file)
         if held is not None:
             tensors = load(held)
-            return {name: tensors[f"parameter.{name}"] for name in names}
+            return self._read({name: tensors[f"parameter.{name}"] for name in names})
         with self._open(index) as file:  # the others stay on disk
-            return {name: file.get_tensor(f"parameter.{name}") for name in names}
+            return self._read({name: file.get_tensor(f"parameter.{name}") for name in names})
 
     @contextmanager
     def _open(self, index: int) -> Iterator[Any]:
@@ -369,8 +392,7 @@ class DiskStore(SampleStore):
         others = [r for r in self.records if repr(r) not in wanted]
         aside = manifest.next_aside(self.path) if others else None
         if aside is not None:
-            copied = [record.file for record in others] + ([] if self._manifest.shared is None else [manifest.SHARED])
-            manifest.fill_aside(self.path, aside, copied)
+            manifest.fill_aside(self.path, aside, [*(record.file for record in others), *manifest.COMMON])
             if self._contour is not None:
                 write_atomically(aside / CONTOUR, self._contour)
             write_atomically(aside / manifest.MANIFEST, self._content(others, uuid.uuid4().hex))
@@ -385,7 +407,8 @@ class DiskStore(SampleStore):
                 (self.path / file).unlink(missing_ok=True)
 
     def _content(self, records: Iterable[SampleRecord], run: str) -> bytes:
-        return manifest.write_manifest(self.model_description, run, records, self.columns, self._manifest.shared)
+        said = replace(self._manifest, run=run, columns=self.columns, records=list(records))
+        return manifest.write_manifest(said)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
         write_atomically(self.path / manifest.MANIFEST, self._content(records, self.run_id))
@@ -406,7 +429,9 @@ class DiskStore(SampleStore):
         size = sum(tensor.numel() * tensor.element_size() for tensor in sample.own_state.values())
         try:
             with_line = self._unrecorded is None
-            writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier, with_line)), size)
+            writer.submit(
+                lambda: partial(self._enter, write_sample(self.path, self._stored(copy()), earlier, with_line)), size
+            )
         except OSError:
             self._places.discard(_place_of(sample))
             raise
@@ -459,7 +484,11 @@ def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int, int]]:
 
 
 def begin_store(
-    path: Path, model_description: Any, columns: Columns | None = None, shared: Mapping[str, Tensor] | None = None
+    path: Path,
+    model_description: Any,
+    columns: Columns | None = None,
+    shared: Mapping[str, Tensor] | None = None,
+    narrow: Narrow | None = None,
 ) -> StoreLock:
     """Create the empty store of a new run, and move the samples of an earlier run aside."""
     lock = StoreLock(path)
@@ -471,7 +500,7 @@ def begin_store(
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()
         lock = StoreLock(path)
-    DiskStore.create(path, model_description, columns, shared)
+    DiskStore.create(path, model_description, columns, shared, narrow)
     return lock
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers, peft's LoRA on any network, and torchvision's models, as plain data.
+"""Models of transformers, peft's LoRA on any network, and torchvision's and timm's models, as plain data.
 
 A store can come from anywhere, so no text of it reaches a loader, and nothing is downloaded.
 """
@@ -202,17 +202,21 @@ def _without_memory(tensor: Tensor) -> Tensor:
 def import_named(description: Any, trust: bool = False) -> None:
     """Import the packages that a description needs, if they are installed."""
     for part in _mappings(description):
-        package = "peft" if "peft" in part else "transformers"
+        is_timms = str(part.get("class")).startswith(TIMM_NAME)
+        package = "peft" if "peft" in part else "timm" if is_timms else "transformers"
         try:
             if package == "peft":
                 import peft  # noqa: F401
+            elif package == "timm":
+                import timm  # noqa: F401
             elif "config" in part and "class" in part:
                 if not trust:
                     check_family(part)
                 find(part["class"], packages=(PACKAGE[:-1],))
         except ImportError as error:
             raise NotDescribableError(
-                f"the network needs {package} ({error}): pip install lightning-sgmcmc[lora]"
+                f"the network needs {package} ({error}): pip install "
+                f"{'timm' if package == 'timm' else 'lightning-sgmcmc[lora]'}"
             ) from error
 
 
@@ -249,11 +253,17 @@ def describe_vision_model(module: nn.Module, describe: Callable[[Any], Any]) -> 
 
 def build_vision_model(description: Mapping[str, Any], build: Build) -> nn.Module:
     """Return the described network, untrained."""
+    if str(description["class"]).startswith(TIMM_NAME):
+        name = str(description["class"]).removeprefix(TIMM_NAME)
+        return _with_parts(_build_timm(name, description["arguments"]), description["replaced"], build)
     builder = find(description["class"])
     if not any(builder is known for known in _builders()):
         raise NotDescribableError(f"{description['class']} is not one of torchvision's models")
-    network = _build_by(builder, description["arguments"])
-    for name, part in description["replaced"].items():
+    return _with_parts(_build_by(builder, description["arguments"]), description["replaced"], build)
+
+
+def _with_parts(network: nn.Module, parts: Mapping[str, Any], build: Build) -> nn.Module:
+    for name, part in parts.items():
         parent, _, last = name.rpartition(".")
         owner = dict(network.named_modules()).get(parent)
         if owner is None or last not in owner._modules:
@@ -275,6 +285,71 @@ def _builders() -> Iterator[Any]:
     from torchvision.models import get_model_builder, list_models
 
     return map(get_model_builder, list_models())
+
+
+TIMM = "timm.models."
+TIMM_NAME = "timm.models:"
+"""Begins the class of a described network of timm; the name for `timm.create_model` follows."""
+NUMBERS = ("drop_path_rate", "drop_rate", "img_size", "in_chans", "num_classes")
+"""Numeric arguments of `timm.create_model` that a store may have; no text reaches it but a name of its registry."""
+LARGEST_NUMBER = 100_000
+
+
+def describe_timm(module: Any, describe: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a network's name in timm's registry, its numbers, and the parts that differ from what these build."""
+    known = getattr(module, "pretrained_cfg", None) or {}
+    name = str(known.get("architecture", "")).partition(".")[0]
+    options = _timm_numbers(module)
+    best: tuple[dict[str, Any], dict[str, nn.Module]] | None = None
+    for count in range(len(options) + 1):
+        arguments = dict(list(options.items())[:count])
+        try:
+            with torch.device("meta"):
+                twin = _build_timm(name, arguments)
+        except NotDescribableError:
+            raise
+        except Exception:
+            continue  # an option that this network does not take
+        changed = _changed(module, twin)
+        if "" not in changed and (best is None or len(changed) < len(best[1])):
+            best = arguments, changed
+        if not changed:
+            break
+    if best is None:
+        raise NotDescribableError(f"timm.create_model({name!r}) with numbers alone makes another network")
+    replaced = {part: describe(layer) for part, layer in best[1].items()}
+    return {"class": f"{TIMM_NAME}{name}", "arguments": best[0], "replaced": replaced}
+
+
+def _timm_numbers(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers that a network may have been made with, the likeliest first."""
+    found: dict[str, Any] = {"num_classes": getattr(module, "num_classes", None)}
+    found["in_chans"] = next((m.in_channels for m in module.modules() if isinstance(m, nn.Conv2d)), None)
+    found["drop_rate"] = getattr(module, "drop_rate", None)
+    rates = [getattr(part, "drop_prob", None) for part in module.modules() if type(part).__name__ == "DropPath"]
+    found["drop_path_rate"] = max((rate for rate in rates if isinstance(rate, float)), default=None)
+    size = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    found["img_size"] = list(size) if isinstance(size, tuple) else size
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _build_timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Return a network of timm's registry with untrained weights; nothing is downloaded."""
+    import timm
+
+    # Not the address of a file or of a network on a hub, nor a function that another package has registered.
+    is_timms = name.isidentifier() and timm.is_model(name)
+    if not is_timms or not timm.model_entrypoint(name).__module__.startswith(TIMM):
+        raise NotDescribableError(f"{name[:80]!r} is not a name of timm.list_models()")
+    for argument, value in arguments.items():
+        numbers = value if isinstance(value, list) and len(value) == 2 else [value]
+        sound = all(type(number) in (int, float) and 0 <= number <= LARGEST_NUMBER for number in numbers)
+        if argument not in NUMBERS or not sound:
+            raise NotDescribableError(
+                f"timm's {name} has {str(argument)[:40]}={str(value)[:40]!r}: {', '.join(NUMBERS)} are numbers"
+            )
+    network: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    return network
 
 
 def _changed(module: nn.Module, twin: nn.Module, name: str = "") -> dict[str, nn.Module]:

@@ -33,15 +33,16 @@ from lightning_sgmcmc.files import (
     write_atomically,
 )
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
+from lightning_sgmcmc.posterior.narrow import DTYPES
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
 LARGEST_MANIFEST = 2**30
 """In bytes; ten thousand samples have about 2 MB."""
 FORMAT = "lightning-sgmcmc samples"
-VERSION = 2
-"""Version 2 has tensors that all samples share; stores without any are of version 1."""
-VERSIONS = (1, 2)
+VERSION = 3
+"""Version 3 has parameters in 16 bits, version 2 tensors that all samples share; other stores are of version 1."""
+VERSIONS = (1, 2, 3)
 """Those that are read. A later release that changes the form begins from here."""
 SAMPLE_NAME = re.compile(r"sample-[0-9]{8,20}-chain-[0-9]{3,20}(-draw-[0-9]{3,20})?\.safetensors")
 """Names of sample files. A manifest or a checkpoint can come from anywhere, so no other file is read or deleted."""
@@ -51,7 +52,8 @@ LARGEST_COUNT = 2**62
 @dataclass
 class Manifest:
     """What a manifest says: of the network, the library and the run that wrote it, the columns, the samples, the lines
-    that are no records, from 1, and the checksum of the file with what all samples share, if there is one."""
+    that are no records, from 1, and the checksum of the file with what all samples share, if there is one; how narrow
+    parameters are, and the checksum of the file with their base, if so."""
 
     model: Any = None
     library: str = ""
@@ -60,6 +62,8 @@ class Manifest:
     records: list[SampleRecord] = field(default_factory=list)
     damaged_lines: list[int] = field(default_factory=list)
     shared: str | None = None
+    dtype: str | None = None
+    base: str | None = None
 
 
 def sample_name(step: int, chain: int, draw: int = 0) -> str:
@@ -67,17 +71,14 @@ def sample_name(step: int, chain: int, draw: int = 0) -> str:
     return f"sample-{step:08d}-chain-{chain:03d}{f'-draw-{draw:03d}' if draw else ''}.safetensors"
 
 
-def write_manifest(
-    model: Any, run: str, records: Iterable[SampleRecord], columns: Columns | None = None, shared: str | None = None
-) -> bytes:
-    """Return the content of a manifest."""
-    number = 1 if shared is None else VERSION
-    header = {"format": FORMAT, "version": number, "library": version("lightning-sgmcmc"), "model": model, "run": run}
-    if shared is not None:
-        header["shared"] = shared
-    if columns is not None:
-        header |= as_plain(columns)
-    return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, records))).encode()
+def write_manifest(known: Manifest) -> bytes:
+    """Return the content of a manifest; the version is the oldest that can say it."""
+    number = VERSION if known.dtype else 1 if known.shared is None else 2
+    header = {"format": FORMAT, "version": number, "library": version("lightning-sgmcmc"), "model": known.model}
+    header |= {"run": known.run}
+    header |= {n: getattr(known, n) for n in ("shared", "dtype", "base") if getattr(known, n) is not None}
+    header |= as_plain(known.columns)
+    return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, known.records))).encode()
 
 
 def line_of(record: SampleRecord) -> str:
@@ -102,12 +103,15 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         writer = f" (lightning-sgmcmc {library} wrote it)" if library else ""
         raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: {remedy}{writer}")
     try:
-        model, run, shared, columns = known["model"], known["run"], known.get("shared"), from_plain(Columns, known)
+        model, run, columns = known["model"], known["run"], from_plain(Columns, known)
+        shared, dtype, base = (known.get(name) for name in ("shared", "dtype", "base"))
     except (ValueError, TypeError, LookupError, AttributeError):
         raise foreign from None
-    if not isinstance(run, str) or not isinstance(shared, str | None):
+    if not isinstance(run, str) or not all(isinstance(one, str | None) for one in (shared, base)):
         raise foreign
-    manifest = Manifest(model, library, run, columns, shared=shared)
+    if dtype not in (None, *DTYPES) or not isinstance(dtype, str | None):
+        raise foreign
+    manifest = Manifest(model, library, run, columns, shared=shared, dtype=dtype, base=base)
     seen: set[tuple[int, int, int]] = set()
     for index, line in enumerate(lines, start=2):
         try:
@@ -457,30 +461,34 @@ def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
 # -- shared file -------------------------------------------------------------------------------------------------------
 
 SHARED = "shared.safetensors"
+BASE = "base.safetensors"
+COMMON = {SHARED: "the weights that were not sampled", BASE: "the base of the samples' differences"}
+"""Files that all samples need."""
 
 
-def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> str | None:
-    """Write the shared tensors, and return the checksum of their file; without any, write nothing and return None."""
+def write_common(folder: Path, tensors: Mapping[str, Tensor], file: str = SHARED) -> str | None:
+    """Write tensors of all samples, and return the checksum of their file; without any, write nothing and return
+    None."""
     if not tensors:
         return None
     apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     content = save(apart)
-    write_atomically(folder / SHARED, content)
+    write_atomically(folder / file, content)
     return checksum(content)
 
 
-def read_shared(folder: Path, expected: str) -> dict[str, Tensor]:
-    """Return the shared tensors by name."""
-    path = folder / SHARED
+def read_common(folder: Path, expected: str, file: str = SHARED) -> dict[str, Tensor]:
+    """Return the tensors of all samples by name."""
+    path = folder / file
     try:
         for place in (folder, *aside_folders(folder)):  # a later fit may have moved the store aside
-            if is_regular(place / SHARED) and checksum(content := read_sample_file(place / SHARED)) == expected:
+            if is_regular(place / file) and checksum(content := read_sample_file(place / file)) == expected:
                 return load(content)
         raise OSError("its checksum differs from the manifest's" if path.exists() else "there is no such file")
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(
-            f"{path}, the weights that were not sampled, is missing or damaged: {error}; without it no sample is a "
-            "whole network, so restore the file"
+            f"{path}, {COMMON[file]}, is missing or damaged: {error}; without it no sample is a whole network, so "
+            "restore the file"
         ) from error
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from lightning_sgmcmc.posterior.description import model_of, warn_of_other_netwo
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
 from lightning_sgmcmc.posterior.export import plot_map, plot_predictions, plot_reliability, plot_trace, samples_in
+from lightning_sgmcmc.posterior.hub import SCHEME, pulled, push
 from lightning_sgmcmc.posterior.networks import Ensemble, State, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
@@ -31,6 +32,7 @@ from lightning_sgmcmc.posterior.predictive import (
     with_new_statistics,
 )
 from lightning_sgmcmc.posterior.scores import evaluate_samples
+from lightning_sgmcmc.posterior.sharing import save_samples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact
@@ -72,10 +74,11 @@ class Posterior(Decisions):
         """Open a store on disk.
 
         Args:
-            path: the folder that a `SampleCollector` wrote, or the folder of a run that has it as `samples`.
+            path: the folder that a `SampleCollector` or `save` wrote, or the folder of a run that has it as `samples`;
+                or "hf://owner/name" (also "…@revision") of the Hugging Face Hub, which is downloaded once.
             model: a module like the trained one; None builds it from the store's description, if any (networks of
-                torch's layers, torchvision's models, and classes whose arguments are plain data and whose module is
-                imported). A plain network is taken as `net`.
+                torch's layers, models of torchvision and timm, and classes whose arguments are plain data and whose
+                module is imported). A plain network is taken as `net`.
             device: device for predictions.
             skip_damaged: read all samples once and skip those that are damaged, missing, of another network or not
                 finite, with a warning; files and manifest are not changed.
@@ -85,6 +88,7 @@ class Posterior(Decisions):
 
         Raises:
             FileNotFoundError: if there is no store.
+            ImportError: for "hf://…" without huggingface_hub.
             ValueError: if the manifest is damaged or has another format, both `model` and `net` are given, the
                 description has no place for `net`, or the samples belong to another network than the given one.
         """
@@ -92,6 +96,7 @@ class Posterior(Decisions):
             raise ValueError("model already contains a network: pass either model=… or net=…")
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
+        path = pulled(str(path)) if str(path).startswith(SCHEME) else path
         store = DiskStore(
             samples_in(local_path(path, "path", "copy the folder to one first")), skip_damaged=skip_damaged
         )
@@ -250,6 +255,68 @@ class Posterior(Decisions):
                     "memory than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
                 )
             yield self.predict([batch], return_samples)
+
+    def save(self, path: str | Path, dtype: Any = None, base: Literal["mean"] | None = None) -> "Posterior":
+        """Write these samples, such as a thinned or merged selection, to a folder that `Posterior.load` opens.
+
+            stored = round(θ - base),   read = stored + base, base 0 by default
+
+        Weights, columns, calibration and the network's description go with them. A sample that `resample` has drawn
+        repeatedly is written once, with the sum of its weights.
+
+        Args:
+            path: a new folder.
+            dtype: "bfloat16" (8 significant bits) or "float16" (11 bits, numbers up to 65504) halves the size: float32
+                parameters are rounded, and are float32 again when read, so predictions are computed in float32. Running
+                statistics and other buffers stay as they are. None keeps all as it is stored, "float32" writes float32
+                parameters in full.
+            base: "mean" stores each parameter's difference to its mean over the samples, and the mean once in float32:
+                more digits where the samples differ little.
+
+        Returns:
+            the posterior of the folder, with this one's model.
+
+        Raises:
+            FileExistsError: if the folder contains samples.
+            RuntimeError: if there are no samples.
+            ValueError: for an unknown dtype or base, a base without a dtype, parameters that are not float32, or
+                numbers too large for float16.
+        """
+        saved = Posterior(save_samples(self, path, dtype, base), self.model)
+        saved._why_no_model = self._why_no_model
+        saved.calibration = saved_calibration(saved.store)
+        return saved
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        dtype: Any = None,
+        base: Literal["mean"] | None = None,
+        private: bool | None = None,
+        run: str | Path | None = None,
+    ) -> str:
+        """Upload these samples to the Hugging Face Hub, with a card; `Posterior.load` takes the address returned.
+
+        The card (README.md) says what the run was, from its `results.json`: name, kind, sentences, metrics, calibration
+        and versions, without paths. The files are those of `save`, with the names of columns and classes. Samples that
+        the repository had before are replaced. huggingface_hub has the login.
+
+        Args:
+            repo_id: "owner/name"; it is created if needed.
+            dtype: see `save`.
+            base: see `save`.
+            private: whether a new repository is private; None leaves it to the owner's default.
+            run: folder of the run whose `results.json` the card quotes; None takes the one around the samples, if any.
+
+        Returns:
+            "hf://owner/name".
+
+        Raises:
+            ImportError: without huggingface_hub.
+            ValueError: for another form of repo_id, a run without results, or as `save` does.
+            RuntimeError: if there are no samples.
+        """
+        return push(self, repo_id, dtype, base, private, run)
 
     def networks(self) -> Iterator[nn.Module]:
         """Yield each sample's network: a plain module in evaluation mode, on the model's device, made one at a time.

@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.posterior.narrow import Narrow
 from lightning_sgmcmc.tables import Columns, TargetScaling
 
 
@@ -30,6 +32,16 @@ class SampleStore(ABC):
     @scaling.setter
     def scaling(self, scaling: TargetScaling | None) -> None:
         self.columns = replace(self.columns, targets=scaling)
+
+    @property
+    def model_description(self) -> Any:
+        """Plain data that describe the network, or None."""
+        return None
+
+    @property
+    def narrow(self) -> Narrow | None:
+        """How parameters are stored in 16 bits; None if they are stored as they are."""
+        return None
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -76,12 +88,21 @@ class SampleStore(ABC):
 
 
 class MemoryStore(SampleStore):
-    """Samples in host memory."""
+    """Samples in host memory.
 
-    def __init__(self) -> None:
+    Args:
+        narrow: how parameters are kept in 16 bits; None keeps them as they are.
+    """
+
+    def __init__(self, narrow: Narrow | None = None) -> None:
         self.records = []
+        self._narrow = narrow
         self._samples: list[PosteriorSample] = []
         self._shared: dict[str, Tensor] = {}
+
+    @property
+    def narrow(self) -> Narrow | None:
+        return self._narrow
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -90,11 +111,13 @@ class MemoryStore(SampleStore):
     def append(self, sample: PosteriorSample) -> None:
         if not self._shared:
             self._shared = {name: tensor.detach().to("cpu", copy=True) for name, tensor in sample.shared.items()}
-        self._samples.append(replace(on_cpu(sample), shared=self._shared))
+        stored = sample if self._narrow is None else self._narrow.narrowed(sample)
+        self._samples.append(replace(on_cpu(stored), shared=self._shared))
         self.records.append(record_of(sample))
 
     def __getitem__(self, index: int) -> PosteriorSample:
-        return self._samples[index]
+        sample = self._samples[index]
+        return sample if self._narrow is None else replace(sample, parameters=self._narrow.widened(sample.parameters))
 
     def set_log_weights(self, log_weights: Sequence[float]) -> None:
         pairs = zip(self._samples, log_weights, strict=True)
@@ -132,8 +155,24 @@ class StoreView(SampleStore):
         self._is_of_one = all(own is store for own, _ in places)
 
     @property
+    def source(self) -> SampleStore | None:
+        """The store that all samples are from; None for samples of several."""
+        if not self._is_of_one:
+            return None
+        return self._store.source if isinstance(self._store, StoreView) else self._store
+
+    @property
     def shared(self) -> dict[str, Tensor]:
         return self._store.shared
+
+    @property
+    def narrow(self) -> Narrow | None:
+        """The store's; None for samples of several stores."""
+        return self._store.narrow if self._is_of_one else None
+
+    @property
+    def model_description(self) -> Any:
+        return self._store.model_description
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]

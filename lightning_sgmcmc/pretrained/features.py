@@ -1,22 +1,30 @@
 """The inputs of the sampled part of a network, computed once for all data."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_sgmcmc.batches.inputs import Features
+from lightning_sgmcmc.batches.inputs import Features, plain
+from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders, is_shuffled
 from lightning_sgmcmc.chains.execution import evaluation_mode
 from lightning_sgmcmc.chains.starts import LIKELIHOOD, frozen_parts
-from lightning_sgmcmc.datamodules import ArrayDataModule, Split
+from lightning_sgmcmc.checks import check_number
+from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, StreamDataModule
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.namespace import rank_zero_info
+from lightning_sgmcmc.namespace import fabric, pl, rank_zero_info
+from lightning_sgmcmc.seeding import unchanged_generators
 from lightning_sgmcmc.tables import InputColumns
+
+move_data_to_device = fabric.utilities.move_data_to_device
 
 CHUNK = 512
 """Data that pass through the frozen layers at once."""
@@ -24,72 +32,142 @@ TOLERANCE = 1e-4
 
 
 class FeatureDataModule(ArrayDataModule):
-    """A datamodule's data as the inputs of the one sampled layer: the frozen layers before it compute them once.
+    """Data as the inputs of the one sampled layer: the frozen layers before it compute them once.
 
     The fit then costs what a fit of the sampled layer alone costs. Its samples and its store are those of the whole
-    network, so they predict from the data's own inputs.
+    network, so they predict from the data's own inputs. The features of all parts stay in the host's memory.
+
+    Data come from any datamodule or loader: dicts, batches of transformers, torch data sets. The network is in
+    evaluation mode, and each datum is read once, in the data set's order, also where a training loader shuffles or
+    leaves out a short last batch. So N is the number of training data.
 
     Args:
         module: a module whose sampled parameters are all in one layer (or part), which computes the network's output.
-        data: its data in memory, without augmentation.
+        data: a datamodule or the loader of the training data, without augmentation.
+        val: the loader of validation data, if `data` is a loader.
+        test: the loader of test data, likewise.
+        batch_size: features per batch; None takes that of `data`.
+        max_gb: the most memory that features may take, in GB.
 
     Raises:
-        TypeError: if `data` is no `ArrayDataModule`.
-        ValueError: at setup, if the data are augmented, the sampled parameters are in several parts, the network does
-            more with the part's output, or parts before it drop out.
+        TypeError: if `data` is neither a datamodule nor a loader, or a target is no tensor.
+        ValueError: if there is no batch size; at setup, if the data are augmented, drawn with weights or repetition, or
+            take more than `max_gb`, if the sampled parameters are in several parts, the network does more with the
+            part's output, or parts before it drop out.
 
     Example::
 
         net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))  # trained before
         module = bayesianize(net, "last_layer", Categorical(), num_chains=4)
-        from lightning_sgmcmc.datamodules import TableDataModule
+        from torch.utils.data import DataLoader, TensorDataset
 
-        data = TableDataModule(torch.randn(60, 2), torch.arange(60) % 3, batch_size=20)
-        features = FeatureDataModule(module, data)  # and trainer.fit(module, datamodule=features)
+        loader = DataLoader(TensorDataset(torch.randn(60, 2), torch.arange(60) % 3), batch_size=16, shuffle=True)
+        features = FeatureDataModule(module, loader)  # and trainer.fit(module, datamodule=features)
         # then module.posterior.predict(x) of the data's own inputs
     """
 
-    def __init__(self, module: BayesianModule, data: ArrayDataModule) -> None:
-        if not isinstance(data, ArrayDataModule):
+    def __init__(
+        self,
+        module: BayesianModule,
+        data: Any,
+        val: Any = None,
+        test: Any = None,
+        batch_size: int | None = None,
+        max_gb: float = 8.0,
+    ) -> None:
+        of_datamodule = isinstance(data, pl.LightningDataModule)
+        if not of_datamodule and (isinstance(data, Tensor | Mapping | str | tuple) or not isinstance(data, Iterable)):
             raise TypeError(
-                f"data should be a datamodule with data in memory, got {type(data).__name__}: pass a TableDataModule, "
-                "an image datamodule, or another ArrayDataModule"
+                f"data should be a datamodule or a loader of training data, got a {type(data).__name__}: pass "
+                "TableDataModule(x, y) for arrays, DatasetDataModule(data) for a data set"
             )
-        super().__init__(data.batch_size, data.drop_last, data.seed)
+        if of_datamodule and (val is not None or test is not None):
+            raise ValueError("val and test are for loaders, and data is a datamodule with its own: leave them out")
+        if isinstance(data, StreamDataModule):
+            raise TypeError(
+                "data of a StreamDataModule arrive during the run, so nothing is computed once: fit without"
+            )
+        check_number("max_gb", max_gb, optional=False)
+        size = getattr(data, "batch_size", None) if batch_size is None else batch_size
+        if size is None:
+            raise ValueError(f"{type(data).__name__} does not say its batch_size: pass batch_size=…")
+        ours = isinstance(data, ArrayDataModule | DatasetDataModule)
+        options = {"order": data.order, "drop_last": data.drop_last} if ours else {}
+        super().__init__(size, seed=getattr(data, "seed", 0) if isinstance(data, ArrayDataModule) else 0, **options)
         self._module = [module]  # not a part of this object that Lightning would move
         self.data = data
-        self.order = data.order
+        self.max_gb = max_gb
+        self._loaders = (data, val, test)
 
     def prepare_data(self) -> None:
-        self.data.prepare_data()
+        if isinstance(self.data, pl.LightningDataModule):
+            self.data.prepare_data()
 
     def load(self) -> tuple[Split, Split, Split]:
         data, (module,) = self.data, self._module
-        data.setup("fit")
-        self.num_classes, self.target_mean, self.target_std = data.num_classes, data.target_mean, data.target_std
-        self.task, self.task_is_said = data.task, data.task_is_said
-        transform = data.transform()
-        if data.train_transform() is not transform:
-            raise ValueError(
-                f"{type(data).__name__} augments its training data, so features would be of other inputs at each step: "
-                "pass one without augmentation, or fit without FeatureDataModule"
-            )
+        loaders = self._loaders_of_data()
+        for name in ("num_classes", "target_mean", "target_std", "task", "task_is_said", "classes"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
         if self.trainer is not None:
             module.to(self.trainer.strategy.root_device)
         if module.chains.stacked is None:
             module.chains.sharing.begin()
-        name = sampled_part(module)
-        with module.at_chain(0), evaluation_mode(module), torch.no_grad():
-            parts = [_features(module, name, part, transform) for part in data.splits]
-        module.features_into = name
+        trunk = Trunk(module, sampled_part(module), self.max_gb)
+        with module.at_chain(0), evaluation_mode(module), torch.no_grad(), unchanged_generators([module.device]):
+            if loaders is None:
+                transform = data.transform()
+                parts = [trunk.features(_chunks(part, transform, module.device)) for part in data.splits]
+            else:
+                parts = [trunk.features(self._on_device(loader)) for loader in loaders]
+        if len(parts[0].targets) == 0:
+            raise ValueError(f"{type(data).__name__} has no training data")
+        module.features_into = trunk.name
         size = sum(part.inputs.nbytes for part in parts)
-        rank_zero_info(f"Features of {name!r}: {megabytes(size)} for {sum(len(p.targets) for p in parts):,} data.")
+        rank_zero_info(
+            f"Features of {trunk.name!r}: {megabytes(size)} for {sum(len(p.targets) for p in parts):,} data."
+        )
         return parts[0], parts[1], parts[2]
+
+    def _loaders_of_data(self) -> tuple[Any, Any, Any] | None:
+        """Return loaders of the three parts, each in its data's order; None for arrays in memory."""
+        data = self.data
+        if not isinstance(data, pl.LightningDataModule):
+            return in_order(data, "data", True), in_order(self._loaders[1], "val"), in_order(self._loaders[2], "test")
+        if self.trainer is not None and getattr(data, "trainer", None) is None:
+            data.trainer = self.trainer
+        data.setup("fit")
+        name = type(data).__name__
+        if isinstance(data, ArrayDataModule):
+            if data.train_transform() is not data.transform():
+                raise ValueError(_augments(name))
+            return None
+        train, val = in_order(data.train_dataloader(), name, True), in_order(_loader_of(data, "val"), name)
+        data.setup("test")
+        return train, val, in_order(_loader_of(data, "test"), name)
+
+    def _on_device(self, loader: Any) -> Iterator[Any]:
+        """Yield a loader's batches on the module's device, by the datamodule's own hooks if it has some."""
+        (module,) = self._module
+        for number, batch in enumerate(loader):
+            again = copy.deepcopy(batch) if number == 0 else None  # hooks may change a batch in place
+            moved = self._moved(batch)
+            if again is not None and not _are_alike(moved, self._moved(again)):
+                raise ValueError(_augments(type(self.data).__name__))
+            yield module.used_of(moved)
+
+    def _moved(self, batch: Any) -> Any:
+        data, (module,) = self.data, self._module
+        if not isinstance(data, pl.LightningDataModule):
+            return move_data_to_device(batch, module.device)
+        moved = data.transfer_batch_to_device(data.on_before_batch_transfer(batch, 0), module.device, 0)
+        return data.on_after_batch_transfer(moved, 0)
 
     @property
     def input_columns(self) -> InputColumns | None:
         """What the data's own inputs are, from which the samples' whole networks predict."""
-        return self.data.input_columns
+        columns = getattr(self.data, "input_columns", None)
+        return columns if isinstance(columns, InputColumns) else None
 
     def transform(self) -> Callable[[Tensor], Any]:
         return Features
@@ -112,23 +190,56 @@ def sampled_part(module: BayesianModule) -> str:
     return part
 
 
-def _features(module: BayesianModule, name: str, part: Split, transform: Callable[[Tensor], Tensor] | None) -> Split:
-    """Return a part of the data with the inputs of the module's part `name` instead of its own."""
-    seen: list[Any] = []
-    layer: nn.Module = module.get_submodule(name)
-    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    found: list[Tensor] = []
-    try:
-        for x in part.inputs.split(CHUNK) if len(part.targets) else ():
-            seen.clear()
-            output = module.output_of(x.to(module.device) if transform is None else transform(x.to(module.device)))
-            calls = list(seen)
-            if not found:
-                _check_output(name, layer, calls, output)
-            found.append(calls[0][0].cpu())
-    finally:
-        handle.remove()
-    return Split(torch.cat(found) if found else torch.empty(0), part.targets)
+class Trunk:
+    """Computes the inputs of a module's part `name`."""
+
+    def __init__(self, module: BayesianModule, name: str, max_gb: float) -> None:
+        self.module, self.name = module, name
+        self._layer: nn.Module = module.get_submodule(name)
+        self._room, self._max_gb = max_gb * 1e9, max_gb
+        self._is_checked = False
+
+    def features(self, batches: Iterable[Any]) -> Split:
+        """Return the features and the targets of batches, in their order."""
+        seen: list[Any] = []
+        handle = self._layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+        found: list[tuple[Tensor, Tensor]] = []
+        try:
+            for batch in batches:
+                seen.clear()
+                output, target = self.module.output_and_target(batch)
+                calls = list(seen)
+                if not self._is_checked:
+                    _check_output(self.name, self._layer, calls, output)
+                    self._is_checked = True
+                found.append((calls[0][0].cpu(), self._target(target, len(calls[0][0]))))
+                self._take(found)
+        finally:
+            handle.remove()
+        if not found:
+            return Split(torch.empty(0), torch.empty(0))
+        shapes = {tuple(inputs.shape[1:]) for inputs, _ in found}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"the features of batches have the shapes {', '.join(map(str, sorted(shapes)))}, and one array needs "
+                "one: pad all data to one length (padding='max_length')"
+            )
+        return Split(torch.cat([inputs for inputs, _ in found]), torch.cat([target for _, target in found]))
+
+    def _target(self, target: Any, count: int) -> Tensor:
+        if not isinstance(target, Tensor) or target.dim() == 0 or len(target) != count:
+            what = f"shape {tuple(target.shape)}" if isinstance(target, Tensor) else f"a {type(target).__name__}"
+            raise TypeError(f"the target of {count} features should be a tensor of as many rows, got {what}")
+        return target.cpu()
+
+    def _take(self, found: list[tuple[Tensor, Tensor]]) -> None:
+        self._room -= found[-1][0].nbytes
+        if self._room < 0:
+            count, each = sum(len(one) for one, _ in found), found[-1][0][:1].nbytes
+            raise ValueError(
+                f"the features of the first {count:,} data take more than max_gb={self._max_gb:g}, {each / 1e3:.3g} kB "
+                "each: pass a larger max_gb if the memory holds all, or fit without FeatureDataModule"
+            )
 
 
 def _check_output(name: str, layer: nn.Module, calls: list[Any], output: Tensor) -> None:
@@ -139,3 +250,83 @@ def _check_output(name: str, layer: nn.Module, calls: list[Any], output: Tensor)
             f"the network's output is not that of its sampled part '{name}' for one input of it, so features are not "
             "enough to compute it: fit without FeatureDataModule"
         )
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+def _chunks(
+    part: Split, transform: Callable[[Tensor], Tensor] | None, device: torch.device
+) -> Iterator[tuple[Any, Tensor]]:
+    """Yield batches of a part in memory, the inputs on a device."""
+    if len(part.targets):
+        for x, y in zip(part.inputs.split(CHUNK), part.targets.split(CHUNK), strict=True):
+            yield x.to(device) if transform is None else transform(x.to(device)), y
+
+
+def _augments(name: str) -> str:
+    return (
+        f"{name} augments its training data, so features would be of other inputs at each step: pass one without "
+        "augmentation, or fit without FeatureDataModule"
+    )
+
+
+def _loader_of(data: pl.LightningDataModule, part: str) -> Any:
+    name = f"{part}_dataloader"
+    return getattr(data, name)() if getattr(type(data), name) is not getattr(pl.LightningDataModule, name) else None
+
+
+def in_order(loader: Any, name: str, is_training: bool = False) -> Any:
+    """Return a loader of all data of a loader, each once and in the data set's order where it is known to have one."""
+    if loader is None or (isinstance(loader, list | tuple) and not loader):
+        return ()
+    found = loader
+    if isinstance(loader, Mapping | list | tuple):
+        inner = [one for one in flat_loaders(loader) if isinstance(one, DataLoader | ResumableLoader)]
+        if len(inner) > 1:
+            raise ValueError(
+                f"{name} has {len(inner)} loaders of one part: pass one, FeatureDataModule(module, loader)"
+            )
+        found = inner[0] if inner else loader
+    if isinstance(found, DataLoader) and isinstance(found.dataset, IterableDataset):
+        return found
+    if isinstance(found, DataLoader | ResumableLoader):
+        found = _sequential(found, name)
+    if is_training and not isinstance(found, Iterator) and not _reads_alike(found):
+        raise ValueError(_augments(name))
+    return found
+
+
+def _sequential(loader: Any, name: str) -> Any:
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(loader, DataLoader):
+        if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+            return loader  # its own batches
+        repeats = isinstance(sampler, RandomSampler) and (
+            sampler.replacement or len(sampler) != len(sampler.data_source)
+        )
+        if repeats or not isinstance(sampler, RandomSampler | SequentialSampler):
+            if not is_shuffled(loader):
+                return loader
+            raise ValueError(
+                f"{name} draws its data by a {type(sampler).__name__}, which repeats or leaves out some: pass "
+                "DataLoader(dataset, batch_size), of torch.utils.data.Subset(dataset, indices) for a part of it"
+            )
+    options = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
+    return DataLoader(loader.dataset, batch_size=loader.batch_size, **options)
+
+
+def _reads_alike(loader: Any) -> bool:
+    """Return whether the first batch is the same in two passes."""
+    with unchanged_generators([]):
+        return _are_alike(*(next(iter(loader), None) for _ in range(2)))
+
+
+def _are_alike(first: Any, again: Any) -> bool:
+    """Return whether two batches have the same tensors; NaN, a target that is missing, is equal to itself."""
+    pairs = zip(pytree.tree_leaves(plain(first)), pytree.tree_leaves(plain(again)), strict=False)
+    tensors = [(one, other) for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)]
+    return all(
+        one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+        for one, other in tensors
+    )

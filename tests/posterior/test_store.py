@@ -203,11 +203,11 @@ def test_a_header_without_version_model_or_run_is_refused(missing: str, tmp_path
         DiskStore(tmp_path)
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(3, "update it"), (0, "load it with the version that wrote it")])
+@pytest.mark.parametrize(("number", "remedy"), [(4, "update it"), (0, "load it with the version that wrote it")])
 def test_another_version_is_refused(number: int, remedy: str, tmp_path: Path) -> None:
     header = {"format": "lightning-sgmcmc samples", "version": number, "model": None, "run": "a"}
     (tmp_path / MANIFEST).write_text(json.dumps(header) + "\n")
-    with pytest.raises(ValueError, match=f"has version {number}, this library reads up to 2: {remedy}"):
+    with pytest.raises(ValueError, match=f"has version {number}, this library reads up to 3: {remedy}"):
         DiskStore(tmp_path)
 
 
@@ -221,9 +221,9 @@ def test_a_sample_without_a_checksum_is_refused(tmp_path: Path) -> None:
 
 def test_a_newer_version_with_more_fields_says_so(tmp_path: Path) -> None:
     DiskStore.create(tmp_path).append(sample())
-    text = (tmp_path / MANIFEST).read_text().replace('"version": 1', '"version": 3')
+    text = (tmp_path / MANIFEST).read_text().replace('"version": 1', '"version": 4')
     (tmp_path / MANIFEST).write_text(text.replace('"step"', '"bin": 3, "step"'))
-    with pytest.raises(ValueError, match="has version 3, this library reads up to 2"):
+    with pytest.raises(ValueError, match="has version 4, this library reads up to 3"):
         DiskStore(tmp_path)
 
 

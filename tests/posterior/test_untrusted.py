@@ -299,9 +299,9 @@ def test_a_limit_costs_the_same_for_any_number_of_samples(tmp_path: Path, monkey
     """The manifest's lines are written a bounded number of times for each sample, and only the newest are kept."""
     written: list[int] = []
 
-    def write(model: Any, run: Any, records: Any, *rest: Any) -> bytes:
-        written.append(len(records))
-        return write_manifest(model, run, records, *rest)
+    def write(said: manifest.Manifest) -> bytes:
+        written.append(len(said.records))
+        return write_manifest(said)
 
     monkeypatch.setattr(manifest, "write_manifest", write)
     limit, total = 200, 400
