@@ -107,9 +107,11 @@ class TableDataModule(ArrayDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self._say_what_is_missing()
-        if groups is not None or times is not None:
-            fractions = val_fraction, test_fraction
-            splits = _by_group(groups, fractions, self.seed) if groups is not None else _by_time(times, fractions)
+        fractions = val_fraction, test_fraction
+        if groups is not None:
+            splits = _by_group(groups, fractions, self.seed)
+        elif times is not None:
+            splits = _by_time(times, fractions)
         self._rows = _rows(splits, len(self.y), like is not None) if splits is not None else None
         converted = [f"{name} from {kind}" for name, kind in (("x", _kind(x)), ("y", _kind(y))) if kind == "float64"]
         if converted:
