@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,5 +98,6 @@ def _print(folder: Path) -> None:
     for column in ("", *methods):
         table.add_column(column, justify="left" if not column else "right")
     for metric in metrics:
-        table.add_row(metric, *(f"{values.get((method, metric), math.nan):.4f}" for method in methods))
+        cells = (values.get((method, metric)) for method in methods)
+        table.add_row(metric, *("" if value is None else f"{value:.4f}" for value in cells))
     plain_console().print(table)
