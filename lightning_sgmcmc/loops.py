@@ -139,6 +139,8 @@ class SampleWriter:
         """The first step with this writer, and the one that is being made."""
         self._ranks = [0]
         """The processes that sample the chain; the first one writes."""
+        self._has_gradients = False
+        """Whether a loss since the last one was differentiated."""
         self._said_short = False
         self._norms: list[float] = []
         self._lr: Any = None
@@ -183,11 +185,9 @@ class SampleWriter:
             likelihood.check_target(output.detach(), target)
         log_prob = likelihood.log_prob(output, target)
         check_shape(log_prob)
-        data = len(log_prob)
-        self._seen, self._of_step = self._seen + data, self._of_step + data
-        mean = -log_prob.mean()
-        added = mean.detach() * data
-        self._loss = added if self._loss is None else self._loss + added
+        data, mean = len(log_prob), -log_prob.mean()
+        if mean.requires_grad:  # not for validation
+            self._count(data, mean)
         if num_items_in_batch is None:
             return mean
         if target.dim() > 1 and int(num_items_in_batch) != int((target != -100).sum()):
@@ -196,6 +196,20 @@ class SampleWriter:
                 "pass gradient_accumulation_steps=1"
             )
         return mean if target.dim() > 1 else mean * (data / num_items_in_batch)
+
+    def _count(self, data: int, mean: Tensor) -> None:
+        """Add a batch to the coming step, which begins anew where a loss scaler has left one out."""
+        parameters = (p for group in self.sampler.param_groups for p in group["params"])
+        if self._has_gradients and all(p.grad is None for p in parameters):
+            self._loss, self._seen, self._of_step = None, self._seen - self._of_step, 0
+        self._has_gradients = False
+        self._seen, self._of_step = self._seen + data, self._of_step + data
+        added = mean.detach() * data
+        self._loss = added if self._loss is None else self._loss + added
+        mean.register_hook(self._on_backward)
+
+    def _on_backward(self, gradient: Tensor) -> None:
+        self._has_gradients = True
 
     @property
     def posterior(self) -> Posterior:
@@ -291,7 +305,7 @@ class SampleWriter:
             self._compare_data()
         if self.schedule.draws(step):
             self._draw(step)
-        self._loss, self._of_step = None, 0
+        self._loss, self._of_step, self._has_gradients = None, 0, False
         if step == self.steps:
             self.close()
 

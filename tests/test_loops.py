@@ -98,6 +98,21 @@ def in_micro_batches() -> SampleWriter:
     return writer
 
 
+def with_validation_and_skipped_steps() -> SampleWriter:
+    """Losses without gradients, and steps that a loss scaler would leave out."""
+    net, sampler, writer = parts()
+    for epoch in range(EPOCHS):
+        for inputs, labels in loader():
+            for times in (2, 1) if epoch == 2 else (1,):
+                sampler.zero_grad()
+                writer.loss(net(inputs), labels).backward()
+                if times == 1:
+                    sampler.step()
+        with torch.no_grad():
+            writer.loss(net(x), y)
+    return writer
+
+
 def with_fabric() -> SampleWriter:
     net, sampler, writer = parts()
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -140,7 +155,9 @@ def fitted() -> Posterior:
     return module.posterior
 
 
-@pytest.mark.parametrize("loop", [plain, with_closures, in_micro_batches, with_fabric, with_accelerate])
+@pytest.mark.parametrize(
+    "loop", [plain, with_closures, in_micro_batches, with_validation_and_skipped_steps, with_fabric, with_accelerate]
+)
 def test_a_loop_has_the_samples_of_the_trainer(loop: Callable[[], SampleWriter], fitted: Posterior) -> None:
     writer = loop()
     assert_samples_equal(writer.posterior, fitted)
