@@ -205,9 +205,16 @@ class DiskStore(SampleStore):
     def hold(self) -> None:
         """Keep the sample files open if a fit is running in the folder, since its `max_samples` deletes the oldest."""
         for _ in range(MOST_TRIES):
+            files = [record.file for record in self.records]
             if not is_in_use(self.path):
-                return
-            files, held = [record.file for record in self.records], manifest.OpenFiles()
+                # A fit that has just ended may have deleted the oldest since the manifest was read.
+                if not files or os.path.lexists(manifest.place_of(self.path, self.records[0])):
+                    return
+                self.reload()
+                if files == [record.file for record in self.records]:
+                    return  # reading the sample says what is wrong
+                continue
+            held = manifest.OpenFiles()
             try:
                 for record in self.records[: manifest.most_open_files()]:
                     held.hold(record.file, manifest.place_of(self.path, record))

@@ -15,6 +15,7 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.recorders import Each
 from tests.support.small_run import loader, module, tensors
@@ -127,3 +128,14 @@ def test_open_files_are_closed(tmp_path: Path) -> None:
     fit(path, 12, 0.0, Each("on_train_batch_end", look))
     assert len(set(counts)) == 1
     assert threading.active_count() <= threads
+
+
+def test_a_fit_that_ends_while_its_manifest_is_read(tmp_path: Path) -> None:
+    """Its last step deletes the oldest samples, and then it holds the folder no longer."""
+    writer = DiskStore.create(tmp_path / "store")
+    for step in range(6):
+        writer.append(PosteriorSample(step, 0, 0, 0.0, 0.0, {"w": torch.tensor([float(step)])}, {}))
+    reader = DiskStore(tmp_path / "store")
+    writer.discard(writer.keep_newest(2) | writer.trim())
+    reader.hold()
+    assert [float(sample.parameters["w"]) for sample in reader] == [4.0, 5.0]
