@@ -549,12 +549,13 @@ def guessing_metrics(
         name = "mean" if "mean" in terms else "label_probabilities"
         if target.numel() != terms[name].numel():
             return {}  # bounds, say
-        numbers = target.to(terms[name]).reshape(terms[name].shape)
-        known = ~numbers.isnan() if likelihood.missing is None else numbers != likelihood.missing
-        mean = (numbers.nan_to_num() * known).sum(0) / known.sum(0)
+        filled, entries = likelihood.split_missing(target)
+        numbers = filled.to(terms[name]).reshape(terms[name].shape)
+        known = torch.ones_like(numbers) if entries is None else entries.reshape(numbers.shape).to(numbers)
+        mean = (numbers * known).sum(0) / known.sum(0)
         guess = {name: mean}
         if name == "mean":
-            squares = (numbers.nan_to_num() - mean).square() * known
+            squares = (numbers - mean).square() * known
             variance = squares.sum(0) / known.sum(0)
             guess |= {"square": mean.square(), "variance": variance}
             if "cdf_below" not in terms:

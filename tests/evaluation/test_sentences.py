@@ -74,6 +74,17 @@ def test_guessing_is_that_of_scikit_learn(bias: float) -> None:
     assert "no better than guessing" in said["next"]
 
 
+@pytest.mark.parametrize("missing", [None, -999.0])
+def test_guessing_leaves_out_what_is_not_observed(missing: float | None) -> None:
+    target = torch.randn(DATA, 1, generator=torch.Generator().manual_seed(0)) + 3
+    target[::5] = torch.nan
+    known = target[~target.isnan()]
+    if missing is not None:
+        target[::10] = missing
+    evaluation = evaluated(Gaussian(std=0.1, missing=missing), [target.nan_to_num()] * 2, target)
+    assert evaluation.guessing["rmse"] == pytest.approx(float(known.std(correction=0)), rel=1e-4)
+
+
 def test_guessing_numbers_in_their_units() -> None:
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(DATA, 2, generator=generator) * torch.tensor([1.0, 2.0])
