@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import is_shuffled
+from lightning_sgmcmc.chains.execution import dtype_of
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
@@ -103,8 +104,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
     likelihood, identity = model.likelihood, identify(store.records)
     if likelihood is None:
         raise TypeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    converted = [as_tensors(store.columns.received(batch), model.device, dtype) for batch in batches]
+    converted = tensors_of(batches, model, store)
     if not converted:
         raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
     terms, target = average_scores(model, store, log_weights, converted)
@@ -165,6 +165,12 @@ def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
             "or a list of batches, [(x, y)]"
         )
     return data
+
+
+def tensors_of(batches: Iterable[Any], model: EnergyModel, store: SampleStore) -> list[Any]:
+    """Return batches as the network receives them, on its device and in the samples' type."""
+    dtype = dtype_of(store[0].parameters)
+    return [as_tensors(store.columns.received(batch), model.device, dtype) for batch in batches]
 
 
 def check_numbers(what: str, mean: Tensor, target: Tensor) -> None:

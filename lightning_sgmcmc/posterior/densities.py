@@ -1,21 +1,23 @@
-"""Each sample's log density of each datum, in the data's units, and the joint NLL of several data together."""
+"""Scores of samples and of their average on any data: log densities, the joint NLL, metrics, by group too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.inputs import as_tensors
-from lightning_sgmcmc.chains.execution import dtype_of, evaluation_mode
+from lightning_sgmcmc.chains.execution import evaluation_mode
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.diagnostics.joint import JointScore, dyadic_groups, joint_nll, nearest_groups, random_groups
-from lightning_sgmcmc.evaluation.scoring import evaluate
+from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage, UserMetrics, group_metrics
+from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import batches_of
+from lightning_sgmcmc.posterior.calibration import batches_of, tensors_of
 from lightning_sgmcmc.posterior.predictive import states_in_place
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.seeding import derive_seed
@@ -37,9 +39,7 @@ class Densities:
 
 def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) -> Densities:
     """Return the log density of each datum by each sample; see `Posterior.log_likelihood`."""
-    received = (store.columns.received(batch) for batch in batches_of(data, store.columns, what))
-    dtype = dtype_of(store[0].parameters)
-    batches = [as_tensors(batch, model.device, dtype) for batch in received]
+    batches = tensors_of(batches_of(data, store.columns, what), model, store)
     if not batches:
         raise ValueError(f"{what} needs data, and the loader has none: pass a loader with some batches")
     found, target, scaling = [], torch.empty(0), store.scaling
@@ -107,3 +107,45 @@ def _inputs(model: EnergyModel, densities: Densities) -> Tensor:
         )
     joined = torch.cat([part.detach().cpu().flatten(1) for part in parts])
     return joined if densities.observed is None else joined[densities.observed]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def evaluate_samples(
+    model: EnergyModel,
+    store: SampleStore,
+    log_weights: Sequence[float],
+    data: Any,
+    metrics: Mapping[str, Callable[..., Any]] | None,
+    group: Any,
+) -> Evaluation:
+    """Return the metrics of samples and of their average; see `Posterior.evaluate`."""
+    user = UserMetrics(metrics)
+    user.check(model)
+    batches = tensors_of(batches_of(data, store.columns, "evaluate"), model, store)
+    scaling, average = store.scaling or TargetScaling(), LoaderAverage("uniform", user)
+    observed: Tensor | None = None
+    with evaluation_mode(model):
+        for record, log_weight, state in zip(store.records, log_weights, states_in_place(model, store), strict=True):
+            scores = evaluate(model, state, batches)
+            target = scores[2]
+            if observed is None:
+                known = None if target is None or model.likelihood is None else model.likelihood.observed(target)
+                observed = torch.ones(len(scores[1]), dtype=torch.bool) if known is None else known.cpu()
+            sample = PosteriorSample(record.step, record.cycle, record.chain, record.energy, log_weight)
+            average.add(model, sample, of_observed(model, scores), scaling, 0.0, {})
+    evaluation = average.evaluation
+    if group is not None and observed is not None:
+        evaluation.groups = group_metrics(model, evaluation, scaling, user, _labels(group, observed))
+    return evaluation
+
+
+def _labels(group: Any, observed: Tensor) -> np.ndarray:
+    """Return the group of each observed datum, as an array (n,)."""
+    labels = np.asarray(group.cpu() if isinstance(group, Tensor) else group)
+    if labels.shape != (len(observed),):
+        raise ValueError(
+            f"group should have a label for each of the {len(observed)} data, in their order, got shape {labels.shape}"
+        )
+    return labels[observed.numpy()]

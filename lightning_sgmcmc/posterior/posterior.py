@@ -18,6 +18,7 @@ from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import fit_calibration, save_calibration, saved_calibration
 from lightning_sgmcmc.posterior.decisions import Decisions
+from lightning_sgmcmc.posterior.densities import evaluate_samples
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Distillation, Student
@@ -31,7 +32,6 @@ from lightning_sgmcmc.posterior.predictive import (
     sound_records,
     with_new_statistics,
 )
-from lightning_sgmcmc.posterior.scores import evaluate_samples
 from lightning_sgmcmc.posterior.sharing import save_samples
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import FlatPrior
