@@ -295,7 +295,7 @@ NUMBERS = ("drop_path_rate", "drop_rate", "img_size", "in_chans", "num_classes")
 LARGEST_NUMBER = 100_000
 
 
-def describe_timm(module: Any, describe: Callable[[Any], Any]) -> dict[str, Any]:
+def describe_timm(module: nn.Module, describe: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a network's name in timm's registry, its numbers, and the parts that differ from what these build."""
     known = getattr(module, "pretrained_cfg", None) or {}
     name = str(known.get("architecture", "")).partition(".")[0]
