@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Bernoulli, GaussianPrior, PolynomialDecay, PosteriorSample
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.diagnostics.draws import import_arviz
+from lightning_sgmcmc.diagnostics.draws import import_arviz, number
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.recipes.shared.effective_sizes import PICTURES, Measures, Study
@@ -238,7 +238,7 @@ def light_chains(
 def coefficient_ess(draws: Tensor) -> Tensor:
     """Return the ESS of each coefficient of a chain (n, d), shape (d,), at most n."""
     arviz = import_arviz()
-    ess = [float(arviz.ess(column.numpy()[None], method="mean")) for column in draws.T]
+    ess = [number(arviz.ess(column.numpy()[None], method="mean")) for column in draws.T]
     return torch.tensor(ess).clamp_max(len(draws))
 
 

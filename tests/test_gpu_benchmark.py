@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.benchmarks.gpu.__main__ import main
+from tests.benchmarks.gpu.correctness import CASES
 from tests.benchmarks.gpu.setting import Setting
 from tests.benchmarks.gpu.table import decisions, page
-from tests.benchmarks.gpu.worker import STAGES, Stage, run_apart
+from tests.benchmarks.gpu.worker import CORRECTNESS, STAGES, Stage, run_apart
 from tests.support.paths import REPOSITORY
 
 
@@ -29,7 +30,7 @@ def test_the_numbers_that_decide() -> None:
         headline("16", 17.0, launches=35.0),
         {"stage": "headline", "case": "4", "error": "not done after 100 s", "said": "a trace"},
         {"stage": "correctness", "case": "vmap", "difference": 2e-3},
-        {"stage": "correctness", "case": "resume, one lr", "difference": 0.0},
+        {"stage": "correctness", "case": "resume, deterministic", "difference": 1e-9},
     ]
     found = {decision.what: (decision.value, decision.verdict) for decision in decisions(findings)}
     assert found == {
@@ -42,10 +43,14 @@ def test_the_numbers_that_decide() -> None:
         "waits of an ordinary step": (None, "not measured"),
         "waits of a step that draws samples": (None, "not measured"),
         "difference: vmap": (2e-3, "FAILS"),
-        "difference: resume, one lr": (0.0, "holds"),
+        "difference: resume, deterministic": (1e-9, "FAILS"),
     }
     assert "**not done after 100 s**" in page(findings)
     assert "| 16 | 17 | 35 | 1 |" in page(findings)
+
+
+def test_the_cases_of_correctness_are_stages() -> None:
+    assert tuple(CASES) == CORRECTNESS
 
 
 def test_a_stage_that_dies_or_hangs_is_recorded(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def start_chain(
                 tensor.copy_(value)
     elif start == "own" and chain > 0:
         device = next(model.parameters()).device
-        with unchanged_generators([device]):
+        # Lightning makes a module's tensors on the run's device here; a start is the same wherever the run is.
+        with unchanged_generators([device]), torch.device("cpu"):
             reseed_everything(own := derive_seed(seed, "start", chain))
             reseed(own, device)
             initialise(chain)

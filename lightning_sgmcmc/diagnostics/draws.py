@@ -244,10 +244,15 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
         return ChainDiagnostics(math.nan, math.nan, math.nan)
     with silenced("arviz"):  # its messages about short chains, whose result is NaN
         return ChainDiagnostics(
-            rhat=float(arviz.rhat(halves)),
-            ess_bulk=float(arviz.ess(values, method="bulk")),
-            ess_tail=float(arviz.ess(values, method="tail", prob=(0.05, 0.95))),
+            rhat=number(arviz.rhat(halves)),
+            ess_bulk=number(arviz.ess(values, method="bulk")),
+            ess_tail=number(arviz.ess(values, method="tail", prob=(0.05, 0.95))),
         )
+
+
+def number(found: Any) -> float:
+    """Return what ArviZ finds of one quantity, which with Numba installed is an array of one number."""
+    return float(np.ravel(found)[0])
 
 
 def correlation_time(values: np.ndarray) -> float:

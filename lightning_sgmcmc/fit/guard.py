@@ -111,8 +111,9 @@ class EnergyGuard:
         self._looks_at_gradients = not self._stops or (self._shares_gradients and not runs_ahead)
         persistent = {name for name in self._model.state_dict() if not is_prior_state(name)}
         self._buffers = [b for name, b in self._model.named_buffers() if name in persistent]
-        # A deferred check finds a bad step too late to undo it; a loss scaler undoes steps all the same.
-        self._undoes = self._deferred is None or self.has_scaler
+        # A deferred check finds a bad step too late to undo it; a loss scaler undoes steps all the same. A checkpoint
+        # of an error within a step is of the state before it.
+        self._undoes = self._deferred is None or self.has_scaler or saves_on_exception(trainer)
         self._kept = [b.clone() for b in self._buffers] if self._undoes else []
 
     def begin(self, batch: Any) -> None:
@@ -291,6 +292,11 @@ def _first_bad(potential: Tensor) -> tuple[int, float]:
     """Return chain and value of the first number that is not finite, or of chain 0 if all are."""
     values: list[float] = potential.detach().reshape(-1).tolist()
     return next(((c, v) for c, v in enumerate(values) if not math.isfinite(v)), (0, values[0]))
+
+
+def saves_on_exception(trainer: pl.Trainer) -> bool:
+    """Return whether an error within a step is followed by a checkpoint."""
+    return any(getattr(c, "save_on_exception", not hasattr(c, "save_top_k")) for c in trainer.checkpoint_callbacks)
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

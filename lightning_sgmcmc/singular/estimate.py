@@ -16,6 +16,7 @@ from lightning_sgmcmc.diagnostics.draws import (
     import_arviz,
     mean_and_error,
     merge_batches,
+    number,
     rhat_limit,
     student_quantile,
 )
@@ -239,7 +240,7 @@ def chain_mean(values: Tensor) -> ChainMean:
         return ChainMean(mean, math.nan, math.nan, math.nan, of_chains)
     arviz, array = import_arviz(), values.numpy()
     with silenced("arviz"):
-        error, ess = float(arviz.mcse(array, method="mean")), float(arviz.ess(array, method="mean"))
+        error, ess = number(arviz.mcse(array, method="mean")), number(arviz.ess(array, method="mean"))
     return ChainMean(mean, error, chain_diagnostics(array).rhat, ess, of_chains)
 
 

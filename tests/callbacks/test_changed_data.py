@@ -71,7 +71,7 @@ def energy(module: Any, trainer: Any) -> float:
     """Return U of the data that are held now, written out."""
     held = trainer.datamodule.training_data().tensors if hasattr(trainer.datamodule, "append") else None
     x, y = held if held is not None else trainer.datamodule.train_data.tensors
-    weight = module.net.weight.detach().double()
+    weight = module.net.weight.detach().double().cpu()
     residual = (y.double() - x.double() @ weight.T).square().sum() / 2 + len(x) * 0.9189385332046727
     return float(residual + weight.square().sum() / 2 + 2 * 0.9189385332046727)
 
@@ -131,7 +131,7 @@ def test_a_snapshot_is_of_the_data_that_are_held(make: Any, kind: str) -> None:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             snapshot = callback._snapshot
             x, y = (stream_or_set(trainer)[i].double() for i in (0, 1))
-            weight = snapshot.tensors["net.weight"].detach().double()
+            weight = snapshot.tensors["net.weight"].detach().double().cpu()
             own = -((y - x @ weight.T).square().sum() / 2 + len(x) * 0.9189385332046727)
             self.off.append(float(snapshot.log_likelihood) - float(own))
 

@@ -50,7 +50,7 @@ class Look(SamplerCallback):
         self.seen.append([])
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.seen[-1].append(self.friction.covariance.current[0].double().numpy().copy())
+        self.seen[-1].append(self.friction.covariance.current[0].double().cpu().numpy().copy())
 
 
 class Nudge(SamplerCallback):

@@ -34,6 +34,35 @@ def is_at(module: Net, chain: int, state: dict[str, torch.Tensor]) -> bool:
         return all(torch.equal(p, state[name]) for name, p in module.named_parameters())
 
 
+class MakesTensorsElsewhere(pl.strategies.SingleDeviceStrategy):
+    """As on a GPU, where Lightning makes tensors without a device of their own in the GPU's memory."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        return torch.device("meta")
+
+
+class Draws(Net):
+    """A module whose constructor draws from a generator of the CPU's."""
+
+    def __init__(self, chains: int = 1, **options: Any) -> None:
+        super().__init__(chains, **options)
+        self.register_buffer("drawn", torch.randn(3, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.filterwarnings("ignore:lr=0")
+def test_starts_of_their_own_are_the_same_wherever_the_run_is() -> None:
+    def starts(**trainer: Any) -> dict[str, torch.Tensor]:
+        module = seeded(lambda: Draws(3, lr=0.0, temperature=0.0))
+        quiet_trainer(max_steps=1, **trainer).fit(module, datamodule=Data())
+        return dict(module.state_dict())
+
+    here, elsewhere = starts(), starts(strategy=MakesTensorsElsewhere())
+    assert [name for name, tensor in here.items() if not torch.equal(tensor, elsewhere[name])] == []
+
+
 @pytest.mark.filterwarnings("ignore:lr=0")
 def test_each_chain_starts_at_its_own_state_whatever_holds_it(tmp_path: Path) -> None:
     """State dicts, torch files, checkpoints and sample files; one chain alone takes the entry of its global index."""

@@ -8,10 +8,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from tests.support.problems import PROBLEM, Array
+from tests.support.problems import ACCELERATOR, PROBLEM, Array
 
 
 def assert_same(first: list[PosteriorSample], second: list[PosteriorSample]) -> None:
+    """Bit for bit on a CPU; elsewhere up to the order of sums."""
+    if ACCELERATOR != "cpu":
+        assert [(s.step, s.chain) for s in first] == [(s.step, s.chain) for s in second]
+        for one, other in zip(first, second, strict=True):
+            torch.testing.assert_close(one.state, other.state, rtol=1e-3, atol=1e-5)
+            assert abs(one.energy - other.energy) <= 1e-3 * abs(one.energy)
+        return
     assert [(s.step, s.chain, s.energy) for s in first] == [(s.step, s.chain, s.energy) for s in second]
     for one, other in zip(first, second, strict=True):
         assert one.state.keys() == other.state.keys()

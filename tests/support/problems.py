@@ -1,5 +1,6 @@
 """The problems that tests share: data, networks, datamodules, and a regression whose posterior is known exactly."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
 
+ACCELERATOR = os.environ.get("SGMCMC_TEST_ACCELERATOR", "cpu")
+"""Where the tests of one process fit: "gpu" tries the suite on a device, up to rounding where a CPU has equal bits."""
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -28,7 +28,7 @@ class Draws(SamplerCallback):
     def array(self, chains: int = 1) -> Array:
         """Return the draws, (S, D, d), one chain's after the other's."""
         by_step = torch.stack(self.values).double()
-        return by_step.unflatten(0, (-1, chains)).transpose(0, 1).flatten(0, 1).numpy()
+        return by_step.unflatten(0, (-1, chains)).transpose(0, 1).flatten(0, 1).cpu().numpy()
 
 
 class Samples(SamplerCallback):

@@ -12,14 +12,26 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, S
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from tests.support.problems import BATCH, NUM_DATA, Array, ConjugateRegression, Data, Decoded, Net, data, network
+from tests.support.problems import (
+    ACCELERATOR,
+    BATCH,
+    NUM_DATA,
+    Array,
+    ConjugateRegression,
+    Data,
+    Decoded,
+    Net,
+    data,
+    network,
+)
 from tests.support.recorders import Draws
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
-    """Return a CPU trainer that writes and prints nothing unless told to."""
+    """Return a trainer, of the CPU by default, that writes and prints nothing unless told to."""
+    alone = options.get("devices", 1) == 1 and isinstance(options.get("strategy", "auto"), str | OneOfMany)
     quiet = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR if alone else "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -77,7 +89,7 @@ class OneOfMany(pl.strategies.SingleDeviceStrategy):
     """A process of a run with chains in others: this one holds chain `chain`."""
 
     def __init__(self, chain: int, total: int) -> None:
-        super().__init__("cpu")
+        super().__init__("cpu" if ACCELERATOR == "cpu" else "cuda:0")
         self._place = ChainLayout(chain, 1, 1, 1, 0, None)
         self.total = total
 

@@ -4,8 +4,8 @@ Nothing needs to be installed beside torch and Lightning. Every stage runs in a 
 and what it has found is kept if it dies:
 
 * `environment`: device and versions;
-* `correctness`: chains on the device against the loop on a CPU, twice the same, and over a resume;
-* `waits`: the lines where the host waits for the device;
+* `correctness`: chains on the device against the loop on a CPU, twice the same, and over a resume; these cases and
+  `waits`, the lines where the host waits for the device, run side by side, the others alone;
 * `headline`: a step of `Trainer.fit` with every callback (1, 4, 16 chains; 4 with a contour that they learn together)
   against plain Lightning with SGD: time, launches, waits, memory, largest kernels;
 * `samples`: what a drawing of samples costs, and predictions;
@@ -21,12 +21,13 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.benchmarks.gpu.checkout import ROOT, use_checkout
 from tests.benchmarks.gpu.table import decisions, page
-from tests.benchmarks.gpu.worker import Finding, chosen, run_apart
+from tests.benchmarks.gpu.worker import Finding, Stage, chosen, run_apart
 
 LEAST_SECONDS = 15.0
 """A stage with less time left is not begun."""
@@ -59,19 +60,23 @@ def main(arguments: list[str] | None = None) -> int:
         for stage in stages:  # once, for all processes
             importlib.import_module(f"tests.benchmarks.gpu.{stage.name}")
     findings: list[Finding] = []
-    with TemporaryDirectory() as parts:
-        for stage in stages:
+    given.out.mkdir(parents=True, exist_ok=True)
+    traces = given.out if given.traces else None
+    side_by_side = 1 if given.tiny else max(1, (os.cpu_count() or 1) - 1)
+    with TemporaryDirectory() as parts, ThreadPoolExecutor(side_by_side) as together, ThreadPoolExecutor(1) as alone:
+
+        def measured(stage: Stage) -> list[Finding]:
             left = end - time.perf_counter()
             if left < LEAST_SECONDS:
-                findings.append({"stage": stage.name, "case": stage.case, "error": "no time was left"})
-                continue
-            traces = given.out if given.traces else None
-            given.out.mkdir(parents=True, exist_ok=True)
-            new = run_apart(stage, given.tiny, traces, Path(parts), min(stage.seconds, left))
-            findings += new
-            write(given.out, findings)  # now, so that the end of this process loses nothing
-            for finding in new:
-                print(json.dumps(finding)[:2000], flush=True)
+                return [{"stage": stage.name, "case": stage.case, "error": "no time was left"}]
+            return run_apart(stage, given.tiny, traces, Path(parts), min(stage.seconds, left))
+
+        for pool, some in ((together, [s for s in stages if not s.alone]), (alone, [s for s in stages if s.alone])):
+            for new in pool.map(measured, some):
+                findings += new
+                write(given.out, findings)  # now, so that the end of this process loses nothing
+                for finding in new:
+                    print(json.dumps(finding)[:2000], flush=True)
     write(given.out, findings)
     print(page(findings))
     return int(any("error" in finding for finding in findings))

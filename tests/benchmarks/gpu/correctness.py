@@ -1,5 +1,7 @@
-"""Stage `correctness`: chains on the device against the loop on a CPU, twice the same, and over a resume."""
+"""Stage `correctness`: chains on the device against the loop on a CPU, twice the same, over a resume, and what only a
+device shows: graphs of many shapes, rows from channels-last weights, and a broken compiler."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,47 +20,41 @@ from tests.support.texts import Config, fit_texts
 CHAINS, STEPS = 3, 4
 BLOCKS = 1
 """A small network, since each way to compute it compiles."""
-RESUMES: dict[str, dict[str, Any]] = {
-    "one lr": {"lr": 0.01},
-    "an lr for each chain": {"lr": [0.01, 0.02, 0.03], "compile": False},
-}
 
 
 def run(setting: Setting, case: str, say: Say) -> None:
-    """Record how far each way to compute the chains is from the loop on a CPU, as a share of the largest value."""
+    """Record how far a way to compute the chains is from the loop on a CPU, as a share of the largest value."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    state = partial(_state, setting)
-    compiles = not setting.tiny  # a compiler of C++ takes half a minute
+    try:
+        say(case, difference=CASES[case](setting))
+    except Exception as error:
+        say(case, error=f"{type(error).__name__}: {str(error)[:400]}")
+
+
+def _of_way(way: dict[str, Any], setting: Setting) -> float:
+    """Return how far a way to compute the chains is from the loop on a CPU."""
+    starts = {"chain_start": way["chain_start"]} if "chain_start" in way else {}
+    right = _state(setting, accelerator="cpu", chain_execution="loop", compile=False, **starts)
+    return largest_difference(_state(setting, **way), right)
+
+
+def _of_two(options: dict[str, Any], setting: Setting) -> float:
+    return largest_difference(_state(setting, **options), _state(setting, **options))
+
+
+def _of_resume(options: dict[str, Any], setting: Setting) -> float:
     with TemporaryDirectory() as folder:
-        reference = state(accelerator="cpu", chain_execution="loop", compile=False)
-        ways: dict[str, dict[str, Any]] = {
-            "loop": {"chain_execution": "loop", "compile": False},
-            "vmap": {"chain_execution": "vmap", "compile": False},
-            "loop, compiled": {"chain_execution": "loop", "compile": compiles},
-            "defaults": {},
-            "starts of their own, defaults": {"chain_start": "own"},
-        }
-        own_starts = state(accelerator="cpu", chain_execution="loop", compile=False, chain_start="own")
-        for name, options in ways.items():
-            right = own_starts if "chain_start" in options else reference
-            _try(say, name, lambda o=options, r=right: {"difference": largest_difference(state(**o), r)})  # type: ignore[misc]
-        _try(say, "defaults, twice", lambda: {"difference": largest_difference(state(), state())})
-        for name, options in RESUMES.items():
-            path = str(Path(folder) / f"{len(name)}.ckpt")
-            resumed = partial(_resumed, setting, path, sampler=SGHMC, temperature=1.0, **options)
-            _try(say, f"resume, {name}", lambda r=resumed: {"difference": largest_difference(*r())})  # type: ignore[misc]
-    _of_devices(setting, say)
+        return largest_difference(
+            *_resumed(setting, str(Path(folder) / "3.ckpt"), sampler=SGHMC, temperature=1.0, **options)
+        )
 
 
-def _of_devices(setting: Setting, say: Say) -> None:
-    """What only a device shows: real graphs of many shapes, rows from channels-last weights, and a broken compiler."""
-    one = partial(_one_chain, setting)
-    channels_last = {"memory_format": torch.channels_last}
-    _try(say, "one chain, channels last", lambda: {"difference": largest_difference(one(**channels_last), one())})
-    _try(say, "fused steps of four widths", lambda: _widths(setting))
-    texts = partial(_texts, setting, Config())
-    _try(say, "texts of ten lengths", lambda: {"difference": largest_difference(texts("auto"), texts(False))})
-    _try(say, "a backward pass that does not compile", lambda: _without_backward(setting))
+def _of_layout(setting: Setting) -> float:
+    return largest_difference(_one_chain(setting, memory_format=torch.channels_last), _one_chain(setting))
+
+
+def _of_texts(setting: Setting) -> float:
+    return largest_difference(_texts(setting, Config(), "auto"), _texts(setting, Config(), False))
 
 
 def _one_chain(setting: Setting, **form: Any) -> dict[str, torch.Tensor]:
@@ -68,7 +64,7 @@ def _one_chain(setting: Setting, **form: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in alone.state_dict().items()}
 
 
-def _widths(setting: Setting) -> dict[str, Any]:
+def _widths(setting: Setting) -> float:
     """Compare compiled steps with plain ones, the last widths by the kernel for any width."""
     device, differences = setting.device, []
     for width in (1000, 1001, 4096, 70_003):
@@ -78,7 +74,7 @@ def _widths(setting: Setting) -> dict[str, Any]:
         for tensors, step in ((right, fused.sghmc_step), (found, _compiled(setting, fused.sghmc_step))):
             step(*tensors.unbind(0), *fused.coefficients(group, tensors[0], width), 0.1, 0.0)
         differences.append(float((right - found).abs().max()))
-    return {"difference": max(differences)}
+    return max(differences)
 
 
 def _compiled(setting: Setting, function: Any) -> Any:
@@ -90,7 +86,7 @@ def _texts(setting: Setting, config: Any, compiled: Any) -> dict[str, torch.Tens
     return {name: tensor.cpu() for name, tensor in fitted.state_dict().items()}
 
 
-def _without_backward(setting: Setting) -> dict[str, Any]:
+def _without_backward(setting: Setting) -> float:
     """Return how far a fit whose backward pass does not compile is from one that is not compiled."""
 
     def broken(graph: Any, inputs: Any) -> Any:
@@ -104,14 +100,7 @@ def _without_backward(setting: Setting) -> dict[str, Any]:
 
     right = _texts(setting, Config(), False)
     with mock.patch.object(torch, "compile", by_backend):
-        return {"difference": largest_difference(_texts(setting, Config(), "auto"), right)}
-
-
-def _try(say: Say, name: str, measured: Any) -> None:
-    try:
-        say(name, **measured())
-    except Exception as error:
-        say(name, error=f"{type(error).__name__}: {str(error)[:400]}")
+        return largest_difference(_texts(setting, Config(), "auto"), right)
 
 
 def _data(setting: Setting) -> RandomImages:
@@ -129,14 +118,19 @@ def _chains(setting: Setting, **options: Any) -> Any:
     return module(setting, CHAINS, BLOCKS, **({"sampler": SGLD, "temperature": 0.0, "chain_start": networks} | options))
 
 
-def _state(setting: Setting, accelerator: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
+def _state(
+    setting: Setting, accelerator: str | None = None, deterministic: bool = False, **options: Any
+) -> dict[str, torch.Tensor]:
     chains = _chains(setting, **options)
+    trainer: dict[str, Any] = {"precision": "32-true", "deterministic": deterministic}
     where = {"accelerator": accelerator} if accelerator else {}
-    fit(setting, chains, _data(setting), STEPS, [SamplingSchedule(every_n_steps=STEPS)], precision="32-true", **where)
+    fit(setting, chains, _data(setting), STEPS, [SamplingSchedule(every_n_steps=STEPS)], **trainer, **where)
     return {name: tensor.cpu().clone() for name, tensor in chains.state_dict().items()}
 
 
-def _resumed(setting: Setting, path: str, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _resumed(
+    setting: Setting, path: str, deterministic: bool = False, **options: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the states of a run that stopped after three of six steps and resumed, and of one that did not stop."""
     states = []
     for stops in ((3, 6), (6,)):
@@ -144,8 +138,27 @@ def _resumed(setting: Setting, path: str, **options: Any) -> tuple[dict[str, tor
             chains = _chains(setting, **options)
             resume = path if (steps, len(stops)) == (6, 2) else None
             schedule = SamplingSchedule(every_n_steps=3)
-            trainer = fit(setting, chains, _data(setting), steps, [schedule], resume, precision="32-true")
+            how: dict[str, Any] = {"precision": "32-true", "deterministic": deterministic}
+            trainer = fit(setting, chains, _data(setting), steps, [schedule], resume, **how)
             if steps == 3:
                 trainer.save_checkpoint(path)
         states.append({name: tensor.cpu().clone() for name, tensor in chains.state_dict().items()})
     return states[0], states[1]
+
+
+CASES: dict[str, Callable[[Setting], float]] = {
+    "loop": partial(_of_way, {"chain_execution": "loop", "compile": False}),
+    "vmap": partial(_of_way, {"chain_execution": "vmap", "compile": False}),
+    "defaults": partial(_of_way, {}),
+    "starts of their own": partial(_of_way, {"chain_start": "own"}),
+    "twice": partial(_of_two, {}),
+    "twice, deterministic": partial(_of_two, {"deterministic": True}),
+    "resume": partial(_of_resume, {}),
+    "resume, deterministic": partial(_of_resume, {"deterministic": True}),
+    "resume, an lr for each chain": partial(_of_resume, {"lr": [0.01, 0.02, 0.03], "compile": False}),
+    "one chain, channels last": _of_layout,
+    "fused steps of four widths": _widths,
+    "texts of ten lengths": _of_texts,
+    "a backward pass that does not compile": _without_backward,
+    "loop, compiled": partial(_of_way, {"chain_execution": "loop"}),
+}

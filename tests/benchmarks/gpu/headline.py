@@ -106,6 +106,7 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
         peak_gib=math.nan if setting.tiny else torch.cuda.max_memory_allocated() / 2**30,
         wall_ms_of_windows=windows.wall,
         stream_ms_of_windows=windows.stream,
+        to_first_step_s=windows.to_first_step,
         seconds=time.perf_counter() - began,
     )
     if traces is not None:

@@ -175,9 +175,15 @@ class Windows(pl.Callback):
         self.wall: list[float] = []
         self.stream: list[float] = []
         self._begun: tuple[float, Any] | None = None
+        self._made = time.perf_counter()
+        self.to_first_step = math.nan
+        """Seconds from here to the end of the first step, in which the network is compiled."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         step = trainer.global_step
+        if step == 1:
+            self._setting.wait()
+            self.to_first_step = time.perf_counter() - self._made
         if not self.first <= step <= self.last or (step - self.first) % self.length:
             return
         mark = None

@@ -1,5 +1,6 @@
 """One stage in a process of its own."""
 
+import faulthandler
 import importlib
 import json
 import math
@@ -30,20 +31,41 @@ class Stage:
         name: its module in this package, which has `run(setting, case, say)`.
         case: what it measures.
         seconds: after which it is ended.
+        alone: whether it measures times, so that nothing may run beside it.
     """
 
     name: str
     case: str
     seconds: float
+    alone: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} {self.case}".strip()
 
 
+BEFORE_THE_END = 3.0
+"""Seconds before a stage is ended at which it says where it is."""
+CORRECTNESS = (
+    "loop",
+    "vmap",
+    "defaults",
+    "starts of their own",
+    "twice",
+    "twice, deterministic",
+    "resume",
+    "resume, deterministic",
+    "resume, an lr for each chain",
+    "one chain, channels last",
+    "fused steps of four widths",
+    "texts of ten lengths",
+    "a backward pass that does not compile",
+    "loop, compiled",
+)
+"""The cases of `correctness`."""
 STAGES = (
-    Stage("environment", "", 40),
-    Stage("correctness", "", 150),
-    Stage("waits", "4", 90),
+    Stage("environment", "", 40, alone=False),
+    Stage("waits", "4", 150, alone=False),
+    *(Stage("correctness", case, 150, alone=False) for case in CORRECTNESS),
     Stage("headline", "plain", 50),
     Stage("headline", "4 interacting", 110),
     Stage("headline", "4", 100),
@@ -53,7 +75,8 @@ STAGES = (
     Stage("headline", "plain again", 50),
     Stage("forms", "", 180),
 )
-"""In the order of their weight: where time runs short, the last ones are left out."""
+"""Those that run side by side, then the others in the order of their weight: the last ones are left out where time
+runs short."""
 
 
 def run_apart(stage: Stage, tiny: bool, traces: Path | None, parts: Path, seconds: float) -> list[Finding]:
@@ -68,7 +91,8 @@ def run_apart(stage: Stage, tiny: bool, traces: Path | None, parts: Path, second
     """
     found, said = parts / f"{stage}.jsonl", parts / f"{stage}.log"
     # A CPU's processes inherit what is imported; a process that has used CUDA cannot be forked.
-    process = get_context("fork" if tiny else "spawn").Process(target=_run, args=(stage, tiny, traces, found, said))
+    rest = (stage, tiny, traces, found, said, seconds)
+    process = get_context("fork" if tiny else "spawn").Process(target=_run, args=rest)
     began = perf_counter()
     process.start()
     process.join(seconds)
@@ -90,9 +114,10 @@ def run_apart(stage: Stage, tiny: bool, traces: Path | None, parts: Path, second
     return findings
 
 
-def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path) -> None:
+def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path, seconds: float) -> None:
     os.setpgid(0, 0)
     with said.open("w", buffering=1) as output:
+        faulthandler.dump_traceback_later(max(seconds - BEFORE_THE_END, 1.0), file=output)  # where a stage hangs
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
