@@ -108,7 +108,7 @@ def run_apart(stage: Stage, tiny: bool, traces: Path | None, parts: Path, second
     lines = found.read_text().splitlines() if found.exists() else []
     findings: list[Finding] = [json.loads(line) for line in lines if line.endswith("}")]
     if error is not None:
-        last = said.read_text(errors="replace")[-1500:] if said.exists() else ""
+        last = said.read_text(errors="replace")[-6000:] if said.exists() else ""
         findings.append({"stage": stage.name, "case": stage.case, "error": error, "said": last})
     findings.append({"stage": "seconds", "case": str(stage), "seconds": perf_counter() - began})
     return findings
@@ -138,8 +138,8 @@ def load(tiny: bool, stage: Stage, traces: Path | None, found: Path) -> None:
     from tests.benchmarks.gpu.setting import Setting, be_quiet
 
     be_quiet()
-    if tiny:
-        torch.set_num_threads(1)  # small networks, and processes that inherit threads hang
+    if tiny or not stage.alone:
+        torch.set_num_threads(1)  # small networks beside others, and processes that inherit threads hang
     run = importlib.import_module(f"tests.benchmarks.gpu.{stage.name}").run
     setting = Setting(tiny)
     options = {"traces": traces} if stage.name == "headline" else {}
