@@ -111,9 +111,19 @@ class StatelessCall(nn.Module):
         self.module = module
         self._function = function
         self._renamed = {expansion.name: expansion.slot for expansion in expansions_of(module)}
+        self._places = [
+            (part, name) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None
+        ]
 
     def forward(self, *args: Any) -> Any:
-        return self._function(self.module, *args)
+        passed = [part._buffers[name] for part, name in self._places]
+        result = self._function(self.module, *args)
+        for (part, name), tensor in zip(self._places, passed, strict=True):
+            present = part._buffers[name]
+            # A layer that replaces its buffer, `self.count = self.count + 1`, has written no tensor that was passed.
+            if present is not tensor and part.training and tensor is not None and present is not None:
+                tensor.detach().copy_(present.detach())
+        return result
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
         """Call the function with the tensors of `state`, by the module's names, and the masks of its seed, if any."""

@@ -65,11 +65,12 @@ class LearnedContour:
             energies: of the samples, shape (S,), in nats.
             chains: index of each sample's chain, shape (S,); required if every chain has its own π.
         """
-        state = self.state
+        device = energies.device  # after a fit on a GPU the state is still there
+        state = ContourState(*(part.to(device) for part in self.state))
         if state.log_vector.dim() == 2:
             rows = torch.zeros(len(energies), dtype=torch.int64) if chains is None else chains
-            state = ContourState(state.log_vector[rows], state.visits[rows])
-        edges = self.partition.edges(state.log_vector.device)
+            state = ContourState(state.log_vector[rows.to(device)], state.visits[rows.to(device)])
+        edges = self.partition.edges(device)
         return self.contour.log_weight(self.contour.locate(state, energies, 1.0, edges).log_density)
 
     def use(self) -> ContourUse:

@@ -162,7 +162,9 @@ def test_clipping_bounds_each_chain_by_its_own_norm() -> None:
     assert torch.equal(gradients[0][1], before[0][1])
 
 
-def test_tied_and_replaced_tensors() -> None:
+@pytest.mark.parametrize("execution", ["loop", "vmap", "unrolled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tied_and_replaced_tensors(execution: Any, compiled: bool) -> None:
     """Layers that share a weight share it in every chain; a buffer that is replaced is kept by chain."""
 
     class Tied(nn.Module):
@@ -181,7 +183,8 @@ def test_tied_and_replaced_tensors() -> None:
                 self.calls = self.calls + 1
             return self.out(self.second(self.first(x)))  # type: ignore[no-any-return]
 
-    module = BayesianModule(net=Tied(), likelihood=Categorical(), lr=0.01, num_chains=2, seed=1)
+    options: dict[str, Any] = {"chain_execution": execution, "compile": compiled}
+    module = BayesianModule(net=Tied(), likelihood=Categorical(), lr=0.01, num_chains=2, seed=1, **options)
     samples = fit_chains(module, 10)
     assert module.net.first.weight is module.net.second.weight
     assert module.net.first.weight.shape == (2, 5, 5)

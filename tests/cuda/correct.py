@@ -3,6 +3,7 @@
 import dataclasses
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.datamodules import DigitsDataModule
-from tests.cuda.case import ORDINARY, Case, build, fit
+from tests.cuda.case import ORDINARY, Case, build, fit, loaders
 from tests.cuda.drawn import samples_are_the_chains_states
 from tests.cuda.stand_in import StandIn
+from tests.cuda.trainer import stand_in_trainer
 
 SMALL = Case(blocks=1, usual=False, precision="32-true", augment=False)
 
@@ -160,6 +163,29 @@ def the_device_makes_the_steps_of_the_cpu(device: StandIn) -> None:
     assert wrong == {}
 
 
+def an_error_within_a_step_is_not_in_its_checkpoint(device: StandIn) -> None:
+    """The statistics of a step that an error ends are those before it, in the checkpoint that Lightning then writes."""
+
+    class Fails(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                raise ValueError("a mistake")
+
+    counts = []
+    for compiled in (False, True):
+        module = build(dataclasses.replace(SMALL, compile=compiled))
+        train, _ = loaders(SMALL)
+        with tempfile.TemporaryDirectory() as folder:
+            callbacks = [SamplingSchedule(every_n_steps=5), pl.callbacks.OnExceptionCheckpoint(folder), Fails()]
+            options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+            trainer = stand_in_trainer("32-true", max_steps=5, callbacks=callbacks, **options)
+            with suppress(ValueError):
+                trainer.fit(module, train)
+            saved = torch.load(Path(folder) / "on_exception.ckpt", weights_only=False)["state_dict"]
+        counts += [int(t.max()) for name, t in saved.items() if "batches_tracked" in name]
+    assert set(counts) == {2}, counts
+
+
 CHECKS: dict[str, Callable[[StandIn], Any]] = {
     check.__name__: check
     for check in (
@@ -173,5 +199,6 @@ CHECKS: dict[str, Callable[[StandIn], Any]] = {
         resumes_replica_exchange,
         resumes_a_metropolis_test,
         samples_are_the_chains_states,
+        an_error_within_a_step_is_not_in_its_checkpoint,
     )
 }
