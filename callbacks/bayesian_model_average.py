@@ -154,7 +154,7 @@ class BayesianModelAverage(SamplerCallback):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
-        compiled = runs_at_once(module.device) and is_compiled(module.chains.compiled, module.device)
+        compiled = runs_at_once(module.device) and is_compiled(module.chains.compiles, module.device)
         self._scorer = Scorer(module, compiled=compiled)
         self._publish(module, "val")
         self._stopping.begin(trainer, self._count())

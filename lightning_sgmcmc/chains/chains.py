@@ -35,7 +35,7 @@ from lightning_sgmcmc.chains.state import (
 )
 from lightning_sgmcmc.chains.weights import DataWeights, FirstBatches
 from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_flag
-from lightning_sgmcmc.compiling import Compile, check_compile, is_compiled
+from lightning_sgmcmc.compiling import Compile, check_compile, choice_for, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors.base import check_patterns
@@ -61,7 +61,7 @@ class Chains:
         start: "own" draws a start for each chain except the first, "same" starts all at the model's values; or states.
         shared_batch: whether all chains see the same mini-batches.
         execution: see `BayesianModule`; "auto" loops on a CPU.
-        compiled: whether to compile the network by `torch.compile`; "auto" does on CUDA.
+        compiled: whether to compile the network by `torch.compile`; "auto" does in a long fit on CUDA.
         seed: seed of starts and noise; None uses `seed_everything`'s, or a random one.
 
     Attributes:
@@ -100,6 +100,8 @@ class Chains:
         self.shared_batch = shared_batch
         self._execution = execution
         self.compiled = compiled
+        self.compiles = compiled
+        """What the present fit makes of `compiled`."""
         self.seeds = FitSeeds(seed)
         self.layout = ChainLayout()
         self.stacked: StackedChains | None = None
@@ -258,7 +260,7 @@ class Chains:
         num_data, flat = self.observed.num_data, self.flat
         self.traces = self.traces and flat is not None
         self.energies = ChainEnergies(
-            self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat, self.traces
+            self.model, self.stacked, self.execution, self.compiles, num_data, self.trainable, flat, self.traces
         )
         first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
@@ -344,8 +346,9 @@ class Chains:
         """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it: with
         several chains, and with a compiled network on a GPU."""
         self.unflatten(sampler)
+        self.compiles = choice_for(self.compiled, self.model.device, trainer.estimated_stepping_batches)
         groups = [group["params"] for group in sampler.param_groups]
-        fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
+        fused = self.model.device.type == "cuda" and is_compiled(self.compiles, self.model.device)
         gains = self.stacked is not None or fused or self.traces
         # A data-parallel wrapper has gradients of its own.
         gains = gains and not _is_wrapped(trainer)

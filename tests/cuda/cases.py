@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lightning_sgmcmc import HierarchicalPrior
+from lightning_sgmcmc import HierarchicalPrior, compiling
 from lightning_sgmcmc.singular import localized
 from tests.cuda import checks, correct, inputs
 from tests.cuda.case import OTHERS, Case
@@ -108,6 +108,7 @@ def run(name: str) -> dict[str, Any]:
 def main() -> None:
     """Run the named cases."""
     warnings.simplefilter("ignore")
+    compiling.WORTH_ON_CUDA = 0  # short fits are compiled too
     for name in ("pytorch_lightning", "lightning_sgmcmc"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in sys.argv[1:]:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc import compiling
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.datamodules import DigitsDataModule
@@ -186,6 +188,15 @@ def an_error_within_a_step_is_not_in_its_checkpoint(device: StandIn) -> None:
     assert set(counts) == {2}, counts
 
 
+def a_short_fit_is_compiled_by_choice_alone(device: StandIn) -> None:
+    """Compilation takes longer than a short fit saves by it."""
+    short = dataclasses.replace(SMALL, schedule="sampling", steps=5, chains=2)
+    for compiled, worth, graphs in (("auto", 3_000, 0), ("auto", 5, 2), (True, 3_000, 2)):
+        with mock.patch.object(compiling, "WORTH_ON_CUDA", worth), tempfile.TemporaryDirectory() as folder:
+            step = fit(device, dataclasses.replace(short, compile=compiled), Path(folder)).steps[3]
+        assert step["graphs"].total() == graphs, (compiled, worth)
+
+
 CHECKS: dict[str, Callable[[StandIn], Any]] = {
     check.__name__: check
     for check in (
@@ -200,5 +211,6 @@ CHECKS: dict[str, Callable[[StandIn], Any]] = {
         resumes_a_metropolis_test,
         samples_are_the_chains_states,
         an_error_within_a_step_is_not_in_its_checkpoint,
+        a_short_fit_is_compiled_by_choice_alone,
     )
 }

@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightning_sgmcmc import compiling
 from tests.cuda.case import LOG_EVERY, ORDINARY, Case, fit, summary
 from tests.cuda.stand_in import StandIn
 
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the line."""
     warnings.simplefilter("ignore")
+    compiling.WORTH_ON_CUDA = 0  # short fits are compiled too
     for name in ("pytorch_lightning", "lightning_sgmcmc"):
         logging.getLogger(name).setLevel(logging.ERROR)
     options = vars(parser().parse_args())

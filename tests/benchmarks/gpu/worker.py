@@ -135,9 +135,11 @@ def load(tiny: bool, stage: Stage, traces: Path | None, found: Path) -> None:
     """Run a stage in this process, and append what it records to a file line by line."""
     import torch
 
+    from lightning_sgmcmc import compiling
     from tests.benchmarks.gpu.setting import Setting, be_quiet
 
     be_quiet()
+    compiling.WORTH_ON_CUDA = 0  # short fits are compiled too
     if tiny or not stage.alone:
         torch.set_num_threads(1)  # small networks beside others, and processes that inherit threads hang
     run = importlib.import_module(f"tests.benchmarks.gpu.{stage.name}").run
