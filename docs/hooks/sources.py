@@ -17,7 +17,7 @@ def on_config(config: Any) -> Any:
     Args:
         config: mkdocs' configuration.
     """
-    root = Path(config.config_file_path).parent
+    root = Path(config.config_file_path).resolve().parent
     package = Path(_folder.name) / "lightning_sgmcmc"
     if not package.exists():
         package.mkdir()
