@@ -97,6 +97,12 @@ class RunCallback(pl.Callback):
     is_probe: ClassVar[bool] = False
     """Whether it belongs to a short run of a tuner, in which a step may cut the batches of an order."""
 
+    @property
+    def only_counts(self) -> bool:
+        """Whether its hooks at the start and end of epochs look at no state of the chains, so that an epoch may be
+        ended before its last steps are made."""
+        return False
+
     def acts_in(self, step: int) -> bool:
         """Return whether it acts in a coming step, the sampler's so many-th from 1, in which it sees no sample.
 

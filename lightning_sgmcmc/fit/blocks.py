@@ -13,10 +13,11 @@ A run with a part that acts at every step, such as a user's callback with `on_tr
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
@@ -43,6 +44,7 @@ from lightning_sgmcmc.fit.passes import (
 )
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.tensors import Control
 
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 ProgressBar = pl.callbacks.ProgressBar
@@ -57,6 +59,8 @@ LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
 LARGEST = 1_000_000
 """Sampled numbers of all chains above which a step's time is that of its arithmetic."""
+FEW_FORMS = 16
+"""Forms of epochs whose weights are kept."""
 MOST, MOST_NUMBERS = 128, 2**22
 """Steps of a block, and normal numbers that are drawn for it at once."""
 COMPILATION, SAVED = 15, 1.5e-3
@@ -96,6 +100,24 @@ CHANGES = {"trainer", "_trainer", "current_epoch", "global_step", "random"}
 """Names of what differs between steps without being a tensor."""
 
 
+class Segment(NamedTuple):
+    """Steps of one epoch that are made at once, alone or with those of the epochs before.
+
+    Attributes:
+        taken: their batches.
+        factors: the factor of each, see `DataWeights`.
+        controls: those of each group.
+        form: what these are, the same in all steps.
+        index: the first one's place in its epoch.
+    """
+
+    taken: Taken
+    factors: list[float | None]
+    controls: list[Controls]
+    form: Any
+    index: int
+
+
 class StepBlocks:
     """Makes a fit's steps in the place of Lightning's loop."""
 
@@ -115,8 +137,10 @@ class StepBlocks:
         self._update = _step_of(self._sampler)
         self._epoch = -1
         """The epoch of the last step; below 0 if the next one compares its energies."""
-        self._weights: tuple[Any, Any] = None, None
-        """Weights of the data of some steps, and what they depend on."""
+        self._weights: dict[Any, Tensor] = {}
+        """Weights of the data of some steps, by what they depend on."""
+        self._waiting: list[Segment] = []
+        """Steps of epochs that have ended, which are counted and are yet to be made, with those that follow."""
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
@@ -170,7 +194,7 @@ class StepBlocks:
         self._has_validation = validates(self._trainer)
         while True:
             if loop.batch_idx + 1 >= self._trainer.num_training_batches:
-                self._epochs.turn(fetcher)
+                self._turn(fetcher)
                 source = rows_of_pass(fetcher)
             late = time.monotonic() - begun > LONGEST
             # Which steps are compiled does not depend on time, since their rounding does on it.
@@ -178,6 +202,7 @@ class StepBlocks:
                 if self._make_block(source, *free):
                     return
                 continue
+            self._make_waiting()
             _, is_seen = self._until_seen(late, 1)
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
@@ -189,6 +214,23 @@ class StepBlocks:
             if self._trainer.should_stop:
                 loop._batches_that_stepped -= 1  # which Lightning counts itself
                 return
+
+    def _turn(self, fetcher: Any) -> None:
+        """End the present epoch and begin the next one; steps that wait are made with the data's N of their epoch."""
+        num_data = self._sampler.num_data
+        self._epochs.turn(fetcher)
+        grown = self._sampler.num_data
+        if self._waiting and grown != num_data:
+            self._follow(num_data)
+            self._make_waiting()
+            self._follow(grown)
+
+    def _follow(self, num_data: int | None) -> None:
+        """Take another N."""
+        assert num_data is not None
+        self._sampler.num_data = self._module.chains.observed.num_data = num_data
+        if self._module.chains.energies is not None:
+            self._module.chains.energies.follow(num_data)
 
     def _until_seen(self, late: bool, most: int) -> tuple[int, bool]:
         """Return how many of the coming steps, of so many, come up to the next that Lightning sees or that ends an
@@ -246,7 +288,7 @@ class StepBlocks:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
             return 0, False  # a short batch is filled up, so a datum must be a row
-        count, is_seen = self._until_seen(late, self._most)
+        count, is_seen = self._until_seen(late, max(1, self._most - self._waits))
         first = sampler.step_count + 1
         for callback in self._acting:
             acts = callback.acts_in
@@ -254,60 +296,129 @@ class StepBlocks:
             count, is_seen = free, is_seen and free == count
         return count, is_seen
 
-    def _checks(self) -> bool:
-        """Return whether the coming step compares traced energies with others: at the start of the first epochs, and
-        then of one in 8 or in 1,000 steps."""
-        epoch = self._trainer.current_epoch
+    def _checks(self, ahead: int = 0) -> bool:
+        """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
+        the start of the first epochs, and then of one in 8 or in 1,000 steps."""
+        epoch = self._trainer.current_epoch + ahead
         every = max(8, 1_000 // self._trainer.num_training_batches)
         return epoch != self._epoch and (epoch < 8 or epoch % every == 0 or self._epoch < 0)
 
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
-        Lightning has seen the last."""
+        Lightning has seen the last. Steps that end an epoch may wait for those of the next one."""
         chains = self._module.chains
         assert chains.weights is not None
-        controls, possible = self._controls(count)
+        controls, possible, form = self._controls(count)
         count, is_seen = possible, is_seen and possible == count
         index = self._loop.batch_idx + 1
         factors = [chains.weights.factor(index + place) for place in range(count)]
-        taken = source.take(count)
-        energies, sizes = None, taken.sizes
-        if sizes:
-            energies = self._computed(taken, factors, controls)
+        coming = Segment(source.take(count), factors, controls, form, index)
+        sizes = coming.taken.sizes
+        if self._waiting and not self._goes_on(coming):
+            self._make_waiting()
+            self._apply(self._sampler.step_count + count)
+        if not is_seen and source.is_done and sizes and self._may_wait(count):
+            self._waiting.append(coming)
+            self._count_over(sizes, index)
+            return False
+        segments, self._waiting = [*self._waiting, coming], []
+        energies = self._computed(segments, self._parts) if sizes else None
         if energies is not None:
-            self._counters.compiled_steps += count
-            self._pass_over(energies[0 if is_seen else 1], sizes[: count - is_seen], index)
+            self._counters.compiled_steps += sum(len(own.factors) for own in segments)
+            self._count_over(sizes[: count - is_seen], index)
+            if count > is_seen:
+                self._record(energies[0 if is_seen else 1], sizes[count - is_seen - 1])
+        else:
+            self._make_counted(segments[:-1])
         for place in range(0 if energies is None else count - is_seen, count):
             is_last = place + 1 == count
             self._loop.batch_progress.is_last_batch = is_last and source.is_done
             if not (is_last and is_seen):
-                self._make_hidden_step(taken.batch(place), index + place)
+                self._make_hidden_step(coming.taken.batch(place), index + place)
             else:
                 made = None if energies is None else (energies[1], sizes[-1])
-                self._make_seen_step(taken.batch(place), index + place, made)
+                self._make_seen_step(coming.taken.batch(place), index + place, made)
         return is_seen
 
-    def _computed(self, taken: Taken, factors: list[float | None], controls: list[Controls]) -> Tensor | None:
+    # -- steps that wait ----------------------------------------------------------------------------------------------
+
+    @property
+    def _waits(self) -> int:
+        """The number of steps that wait."""
+        return sum(len(segment.factors) for segment in self._waiting)
+
+    def _may_wait(self, count: int) -> bool:
+        """Return whether the last steps of an epoch may wait for the next one's."""
+        energies = self._module.chains.energies
+        return (
+            self._compiled is not None
+            and energies is not None
+            and not energies.is_looking
+            and not self._parts
+            and not self._checks()
+            and self._epochs.only_counts
+            and self._waits + count < self._most
+            and not self._checks(ahead=1)
+        )
+
+    def _goes_on(self, coming: Segment) -> bool:
+        """Return whether some steps can be made together with those that wait."""
+        before = self._waiting[-1]
+        one, other = ([part.shape[1:] for part in own.taken.parts] for own in (before, coming))
+        return coming.form == before.form and not self._parts and one == other
+
+    def _make_waiting(self) -> None:
+        """Make the steps that wait."""
+        segments, self._waiting = self._waiting, []
+        if not segments:
+            return
+        self._apply(self._sampler.step_count)
+        energies = self._computed(segments, [])
+        if energies is None:
+            self._make_counted(segments)
+        else:
+            self._counters.compiled_steps += sum(len(own.factors) for own in segments)
+            self._record(energies[1], segments[-1].taken.sizes[-1])
+
+    def _make_counted(self, segments: Sequence[Segment]) -> None:
+        """Make steps one after another that a compiled function cannot make, and that are counted already."""
+        counters, sizes = self._counters, [size for own in segments for size in own.taken.sizes]
+        self._sampler.step_count -= len(sizes)
+        counters.gradient_evaluations -= sum(sizes)
+        for own in segments:
+            for place in range(len(own.factors)):
+                self._apply(self._sampler.step_count + 1)
+                self._compute_step(own.taken.batch(place), own.index + place)
+
+    def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
         assert sampler.flat is not None
-        is_possible = len(noisy) == 1 and (noisy == {True} or not self._parts)
+        is_possible = len(noisy) == 1 and (noisy == {True} or not acting)
         if energies is None or not is_possible or any(map(sampler.sets_options, sampler.param_groups)):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
         checks, self._epoch = self._checks(), self._trainer.current_epoch
+        first, last = segments[0], segments[-1]
         try:
-            before = energies.plain(taken.batch(0), factors[0]) if checks or energies.is_looking else None
-            last = energies.plain(taken.batch(-1), factors[-1]) if checks and taken.ends_short else None
+            looks = checks or energies.is_looking
+            before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
+            after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
             if self._compiled is None:
                 self._compiled = energies.compiled_steps(sampler, self._most)
+            controls = [
+                Controls(*map(_joined, zip(*own, strict=True)))
+                for own in zip(*(s.controls for s in segments), strict=True)
+            ]
             noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
-            form = tuple(taken.sizes), tuple(factors)
-            if form != self._weights[0]:
-                self._weights = form, taken.weights(factors, sampler.flat.values.dtype)
-            batches = taken.parts, taken.structure, taken.axis
-            found = self._compiled.run(*batches, self._weights[1], noise, controls, before, last, *self._parts)
+            parts = [
+                torch.cat(own) if len(own) > 1 else own[0]
+                for own in zip(*(s.taken.parts for s in segments), strict=True)
+            ]
+            weights = [self._weights_of(segment) for segment in segments]
+            batches = parts, first.taken.structure, first.taken.axis
+            found = self._compiled.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
         except NotTraceableError as error:
             self._compiles, self._epoch = False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not compiled: {error}.")
@@ -315,8 +426,19 @@ class StepBlocks:
             sampler.noise_states(states)
         return found
 
-    def _controls(self, count: int) -> tuple[list[Controls], int]:
-        """Return the controls of the coming steps, up to the first with others than numbers that differ."""
+    def _weights_of(self, segment: Segment) -> Tensor:
+        """Return the weights of the data of some steps, shape (K, B)."""
+        assert self._sampler.flat is not None
+        form = tuple(segment.taken.sizes), tuple(segment.factors)
+        if form not in self._weights:
+            if len(self._weights) >= FEW_FORMS:
+                self._weights.clear()
+            self._weights[form] = segment.taken.weights(segment.factors, self._sampler.flat.values.dtype)
+        return self._weights[form]
+
+    def _controls(self, count: int) -> tuple[list[Controls], int, Any]:
+        """Return the controls of the coming steps, up to the first with others than numbers that differ, and what
+        they are."""
         sampler = self._sampler
         groups = sampler.param_groups
         controls = [Controls([], []) for _ in groups]
@@ -326,12 +448,12 @@ class StepBlocks:
             own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in groups]
             if form is not None and own != form:
                 self._apply(first + ahead - 1)
-                return controls, ahead
+                return controls, ahead, form
             form = own
             for kept, group in zip(controls, groups, strict=True):
                 kept.lr.append(group["lr"])
                 kept.temperature.append(group["temperature"])
-        return controls, count
+        return controls, count, form
 
     def _apply(self, step: int) -> None:
         """Set the schedule's controls of a step, the sampler's so many-th."""
@@ -339,8 +461,8 @@ class StepBlocks:
         if self._schedule is not None and own > 0:
             self._schedule.apply(own, self._module, self._sampler)
 
-    def _pass_over(self, energies: Tensor, sizes: list[int], index: int) -> None:
-        """Count steps that are made, and that neither Lightning nor callbacks see."""
+    def _count_over(self, sizes: list[int], index: int) -> None:
+        """Count steps that neither Lightning nor callbacks see."""
         count = len(sizes)
         if count == 0:
             return
@@ -351,26 +473,29 @@ class StepBlocks:
                 for name in vars(numbers):  # ready, completed, and others
                     setattr(numbers, name, getattr(numbers, name) + count)
         loop._batches_that_stepped += count
-        self._record(energies, sizes, index)
+        self._count(sizes, index)
         for callback in self._acting:
             callback.pass_over(trainer, count)
         self._counters.hidden_steps += count
 
-    def _record(self, energies: Tensor, sizes: list[int], index: int) -> Tensor:
-        """Record steps that are made with batches of some sizes, the last with Ũ/N and log p(θ), shape (2, C); return
-        its loss."""
-        chains, sampler, count = self._module.chains, self._sampler, len(sizes)
+    def _count(self, sizes: list[int], index: int) -> None:
+        """Count steps with batches of some sizes, the first at a place in its epoch."""
+        chains, count = self._module.chains, len(sizes)
         assert chains.weights is not None
-        sampler.step_count += count
+        self._sampler.step_count += count
         for size, alike in itertools.groupby(sizes):
             same = len([*alike])
             chains.weights.add(size, index, same)
             index += same
         chains.counters.gradient_evaluations += sum(sizes)
         chains.pulse.count += count
+
+    def _record(self, energies: Tensor, size: int) -> Tensor:
+        """Record the last of some steps, with a batch of a size, Ũ/N and log p(θ), shape (2, C); return its loss."""
+        chains, sampler = self._module.chains, self._sampler
         chains.clear_gradients(sampler)
         potential, log_prior = energies if chains.stacked is not None else energies[:, 0]
-        chains.observed.record(StepEnergy(potential, log_prior, None, sizes[-1]), 0)
+        chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
         if sampler.guard is not None:
             sampler.guard.allows_update()
         return potential.sum()
@@ -409,15 +534,23 @@ class StepBlocks:
 
     def _make_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> Tensor:
         """Compute the gradient and make the update, unless it is made; return the loss."""
-        trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
-        optimizer, chains = self._loop.automatic_optimization.optim_progress.optimizer, module.chains
+        optimizer = self._loop.automatic_optimization.optim_progress.optimizer
         optimizer.step.increment_ready()
         optimizer.zero_grad.increment_ready()
         optimizer.zero_grad.increment_started()
         optimizer.zero_grad.increment_completed()
         if made is not None:
             optimizer.step.increment_completed()
-            return self._record(made[0], [made[1]], index)
+            self._count([made[1]], index)
+            return self._record(*made)
+        loss = self._compute_step(batch, index)
+        optimizer.step.increment_completed()
+        return loss
+
+    def _compute_step(self, batch: Any, index: int) -> Tensor:
+        """Compute the gradient and make the update; return the loss."""
+        trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
+        chains = module.chains
         loss: Any = None
         if chains.traces and chains.stacked is not None:  # one chain gains from compiled steps alone
             checks, self._epoch = self._checks(), trainer.current_epoch
@@ -435,9 +568,13 @@ class StepBlocks:
         if self._clip[0]:
             module.configure_gradient_clipping(sampler, self._clip[0], self._clip[1])
         self._update()
-        optimizer.step.increment_completed()
         detached: Tensor = loss.detach()
         return detached
+
+
+def _joined(lists: Sequence[list[Control]]) -> list[Control]:
+    """Return lists one after the other."""
+    return [*itertools.chain.from_iterable(lists)]
 
 
 def _step_of(sampler: Sampler) -> Callable[[], Any]:

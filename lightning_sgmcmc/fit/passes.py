@@ -183,6 +183,7 @@ class HiddenEpochs:
         self._module = module
         callbacks = callbacks_of(trainer)
         self._hooks = {name: hooks_of(trainer, name) for name in (START, END)}
+        self._acting = [c for c in callbacks if not isinstance(c, SEEN) and (defines(c, START) or defines(c, END))]
         self._keepers = [c._every_n_epochs for c in callbacks if isinstance(c, ModelCheckpoint)]
         self._may_turn = (
             trainer.reload_dataloaders_every_n_epochs == 0
@@ -190,6 +191,11 @@ class HiddenEpochs:
             and not module.replaces(END)
             and all(_is_known_to_act(callback) for callback in callbacks)
         )
+
+    @property
+    def only_counts(self) -> bool:
+        """Whether nothing that happens between two epochs looks at the state of the chains."""
+        return all(isinstance(callback, RunCallback) and callback.only_counts for callback in self._acting)
 
     def hides(self) -> bool:
         """Return whether the present epoch's end may be one that Lightning does not see."""

@@ -236,6 +236,10 @@ class ExactResume(RunCallback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._count_batch(trainer)
 
+    @property
+    def only_counts(self) -> bool:
+        return True
+
     def acts_in(self, step: int) -> bool:
         return self._awaits_batches  # otherwise `pass_over` is called for it
 

@@ -348,6 +348,10 @@ class Safeguards(RunCallback):
         self._blocks = StepBlocks.begun(trainer, chain_model(pl_module))
         leave_out(trainer)
 
+    @property
+    def only_counts(self) -> bool:
+        return self._scales is None
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
         self._resumes = False

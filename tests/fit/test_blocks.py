@@ -38,6 +38,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     WarmStart,
 )
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
@@ -488,6 +489,42 @@ def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monke
 
     found, wanted = failure(form), failure(None)
     assert found.step == wanted.step == step
+    assert str(found) == str(wanted)
+
+
+@needs_compiler
+def test_steps_of_several_epochs_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last batch of each is short; the samples and all counts are those of Lightning's own loop."""
+    lengths: list[int] = []
+    run = CompiledSteps.run
+
+    def counting(self: CompiledSteps, batches: Any, structure: Any, axis: Any, weights: Tensor, *rest: Any) -> Any:
+        lengths.append(len(weights))
+        return run(self, batches, structure, axis, weights, *rest)
+
+    monkeypatch.setattr(CompiledSteps, "run", counting)
+    runs = [
+        Run(form, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=70), chains=1, epochs=70)
+        for form in ("compiled", None)
+    ]
+    runs[0].check_like(runs[1])
+    assert max(lengths) > 5 * runs[0].trainer.num_training_batches
+
+
+@needs_compiler
+def test_a_run_that_diverges_in_such_steps_stops_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The energy overflows in a late epoch, by a step size that is too large."""
+
+    def failure(form: str | None) -> NonFiniteEnergyError:
+        torch.manual_seed(0)
+        module = BayesianModule(nn.Linear(3, 1), Gaussian(0.3), sampler=SGLD, lr=0.2, seed=3)
+        schedule = SamplingSchedule(burn_in_steps=0, every_n_steps=1000)
+        with pytest.raises(NonFiniteEnergyError) as caught:
+            Run(form, monkeypatch, schedule, module=module, epochs=400)
+        return caught.value
+
+    found, wanted = failure("compiled"), failure(None)
+    assert found.step == wanted.step > 100
     assert str(found) == str(wanted)
 
 
