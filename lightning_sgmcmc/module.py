@@ -19,7 +19,7 @@ from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.fit.blocks import has_blocks
+from lightning_sgmcmc.fit.block_runs import has_blocks
 from lightning_sgmcmc.fit.checks import warn_of_other_loss
 from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit

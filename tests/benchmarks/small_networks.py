@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.fit import blocks
+from lightning_sgmcmc.fit import block_runs
 from tests.benchmarks.peers.environments import Peer, default_folder, prepare
 
 N, BATCH, UNROLLED = 1_000, 50, 10
@@ -95,7 +95,7 @@ def plain(name: str, epochs: int) -> float:
 def ours(name: str, chains: int, form: str, epochs: int) -> float:
     """Return the seconds of a fit in a form."""
     net, x, y = problem(name)
-    blocks.FEWEST, blocks.WORTH_COMPILING = 0, 0 if form == "compiled" else math.inf
+    block_runs.FEWEST, block_runs.WORTH_COMPILING = 0, 0 if form == "compiled" else math.inf
     likelihood = Categorical() if y.dtype == torch.int64 else Gaussian(0.1)
     way = "loop" if form == "loop" else "auto"
     module = BayesianModule(

@@ -41,7 +41,7 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, TensorBatches
-from lightning_sgmcmc.fit import blocks
+from lightning_sgmcmc.fit import block_runs, passes
 from lightning_sgmcmc.fit.passes import HiddenEpochs
 
 N = 130
@@ -83,8 +83,8 @@ class Run:
         epochs: int = 12,
         **options: Any,
     ) -> None:
-        monkeypatch.setattr(blocks, "FEWEST", 0 if form else math.inf)
-        monkeypatch.setattr(blocks, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
+        monkeypatch.setattr(block_runs, "FEWEST", 0 if form else math.inf)
+        monkeypatch.setattr(block_runs, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
         self.collector = SampleCollector(in_memory=True)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | options
         schedule = [c for c in callbacks if isinstance(c, CyclicalSchedule | SamplingSchedule)]
@@ -412,7 +412,7 @@ class Stops(SamplerCallback):
 
 
 def test_a_run_ends_with_the_step_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stops, "__module__", f"{blocks.OWN}tests")  # as a callback of this library's
+    monkeypatch.setattr(Stops, "__module__", f"{passes.OWN}tests")  # as a callback of this library's
     run = Run("traced", monkeypatch, Stops())
     assert run.hidden > 0
     assert run.trainer.global_step == 17
@@ -575,7 +575,7 @@ def test_data_that_grow(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         data = DatasetDataModule(Growing(x[:60], y[:60]), batch_size=10)
         return Run(form, monkeypatch, Grows(), data=data, epochs=8, sampler=SGLD)
 
-    monkeypatch.setattr(blocks, "LAST", 1)
+    monkeypatch.setattr("lightning_sgmcmc.fit.blocks.LAST", 1)
     with_blocks, without = run(form), run(None)
     assert with_blocks.compiled > 0 or form == "traced"
     with_blocks.check_like(without)
