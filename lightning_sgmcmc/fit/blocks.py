@@ -64,14 +64,14 @@ class Segment(NamedTuple):
         factors: the factor of each, see `DataWeights`.
         controls: those of each group.
         form: what these are, the same in all steps.
-        index: the first one's place in its epoch.
+        first: the first one's place in its epoch.
     """
 
     taken: Taken
     factors: list[float | None]
     controls: list[Controls]
     form: Any
-    index: int
+    first: int
 
 
 class StepBlocks:
@@ -344,7 +344,7 @@ class StepBlocks:
         for own in segments:
             for place in range(len(own.factors)):
                 self._apply(self._sampler.step_count + 1)
-                self._compute_step(own.taken.batch(place), own.index + place)
+                self._compute_step(own.taken.batch(place), own.first + place)
 
     def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
