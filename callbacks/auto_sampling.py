@@ -38,6 +38,7 @@ from lightning_sgmcmc.evaluation.scoring import (
 )
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.health.callback import ChainHealth
+from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_info
@@ -203,6 +204,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "validation data"
             )
 
+    def remedy(self, kind: str, side: str | None) -> str | None:
+        """Name this callback's own arguments: its user passes neither a sampler nor a step size to the module."""
+        if kind == FindingKind.PRECONDITIONER.value:
+            return ""
+        if kind == FindingKind.ENERGY.value or (kind == FindingKind.KINETIC.value and side == "below"):
+            return f"train longer, or pass AutoSampling(warm_up={min(2 * self.warm_up, 0.5):g})"
+        if kind in [hot.value for hot in (*HEATING, FindingKind.AT_CHANCE)]:
+            return f"use a smaller step size: AutoSampling(lr={self.lr / 2:g})"
+        return None
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @property
@@ -331,11 +342,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         where = "."
         if folder is not None:
             write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
-            where = f"; {folder / CHOICES} repeats these choices."
+            where = f"; {CHOICES} in the run's folder repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
         prior = f"prior std {final}" if chose_prior else "the module's prior"
-        draws = len(self.chosen) * len(self.laid_out.draw_steps)
-        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {draws} draws{where}")
+        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

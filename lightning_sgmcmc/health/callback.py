@@ -17,6 +17,7 @@ from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.health.assessment import assess
 from lightning_sgmcmc.health.facts import facts_of
 from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.health.held_out import with_held_out
 from lightning_sgmcmc.health.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
@@ -226,7 +227,9 @@ class ChainHealth(StepClaimant):
         accepted = None if has_diverged or rates is None else float(of_chains(rates.mean().reshape(1)))
         facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
-        module.health = report = report.with_divergence() if has_diverged else report
+        report = report.with_divergence() if has_diverged else report
+        report = with_held_out(report, evaluation, facts.baseline is None and facts.temperature != 0)
+        module.health = report = report.with_remedies(callback.remedy for callback in declared(trainer))
         self._publish(trainer, report, is_final or has_diverged)
 
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:

@@ -201,11 +201,11 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
     total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
     if reached is None and planned is not None and planned < LEAST_RELAXATION_TIMES:
-        return COLD, f"a sampling stage covers {planned:.2g} relaxation times of {WANTED:g}"
+        return COLD, f"a sampling stage covers {planned:.2g} of {WANTED:g} required relaxation times"
     if reached is None:
         return None, "its temperatures were not measurable in this run"
     if reached < COLD_BELOW * tau:
-        times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED:g}"
+        times = "" if measured is None else f", as after {measured:.2g} of {WANTED:g} required relaxation times"
         at = "near 0" if reached <= LEAST_SHARE * tau else f"{reached:.2g}"
         return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
     if tau < 1:
