@@ -226,7 +226,7 @@ class RunPlan:
         if self.data_passes is not None:
             length.append(_counted(self.data_passes, "epoch"))
         if self.temperature > 0 and covered is not None:
-            length.append(f"{_rounded(covered)} relaxation times ({WANTED:g} required)")
+            length.append(f"{_rounded(covered)} relaxation times ({WANTED:g} needed)")
         disk = "" if self.disk_bytes is None else f"; disk {size(self.disk_bytes)}"
         return [
             f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {at}.",

@@ -267,7 +267,7 @@ def test_the_numbers_to_change_are_the_right_ones() -> None:
 def test_sentences_are_short_and_a_cold_run_gets_no_warning() -> None:
     large = facts(
         steps=10**4,
-        samples=10**3,
+        samples=100,
         chains=10,
         parameters=10**9,
         relaxation_times=34.5,
@@ -286,7 +286,7 @@ def test_sentences_are_short_and_a_cold_run_gets_no_warning() -> None:
     said = facts(relaxation_times=4.0, configurational_temperature=1.0, independent_draws=16.0).sentences()
     assert said == [
         "Plan: posterior sample; 4 samples of 1 chain; temperature 1 (target 1).",
-        "Length: 100 steps, 4 relaxation times (3 required).",
+        "Length: 100 steps, 4 relaxation times (3 needed).",
     ]
     for share, words in ((1.0, "accept it"), (1.3, "WarmStart")):
         known = {"relaxation_times": 0.8, "configurational_temperature": share, "is_exact": True}
