@@ -43,7 +43,7 @@ HEATING = (FindingKind.DIVERGENCE, FindingKind.KINETIC, FindingKind.CONFIGURATIO
 COLD = (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL)
 """Temperatures, which may also be below the target's: then they rank beside the energy."""
 OF_HELD_OUT = (FindingKind.GUESSING, FindingKind.TREND, FindingKind.CALIBRATION)
-"""Findings on held-out data, which other data replace."""
+"""Findings on held-out data."""
 _ORDER = tuple(FindingKind)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.scores import calibration_error_by_chance
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.health.findings import HEATING, OF_HELD_OUT, Finding, FindingKind, Side, ranked
+from lightning_sgmcmc.health.findings import HEATING, Finding, FindingKind, Side, ranked
 from lightning_sgmcmc.health.report import POSTERIOR, HealthReport
 from lightning_sgmcmc.tensors import widest
 
@@ -17,8 +17,11 @@ COVERAGES = {"coverage_90": 0.9, "coverage_50": 0.5}
 """Metrics that are shares of the targets within central intervals, and the intervals' levels."""
 QUARTER = 5
 """Samples in each quarter of a run before a trend is judged."""
-CERTAIN, LEAST_GAIN = 2.0, 0.02
-"""Standard errors, and share of the NLL, by which each quarter of the samples is better than the one before."""
+CERTAIN = 2.0
+"""Standard errors by which each quarter of the samples is better than the one before, where later ones are better."""
+FALL = 1 / 3
+"""Share by which the NLL falls there from the second quarter to the last; a step size that falls explains less."""
+REPLACED = (FindingKind.GUESSING, FindingKind.CALIBRATION)
 CALIBRATE = "calibrate the predictions on validation data, `posterior.calibrate(data)`"
 
 
@@ -94,15 +97,16 @@ def held_out_findings(evaluation: Evaluation | None, is_sampled: bool = True) ->
 
 
 def with_held_out(report: HealthReport, evaluation: Evaluation | None, is_sampled: bool = True) -> HealthReport:
-    """Return a report with the findings on held-out data in place of earlier ones.
+    """Return a report with the findings on held-out data in place of those on other data; a trend stays.
 
     An ensemble for prediction whose average is better than a guess and calibrated needs no other step size, so its
     temperatures are notes.
     """
     if evaluation is None:
         return report
-    kept = [finding for finding in report.findings if finding.kind not in OF_HELD_OUT]
-    new = held_out_findings(evaluation, is_sampled)
+    kept = [finding for finding in report.findings if finding.kind not in REPLACED]
+    has_trend = any(finding.kind is FindingKind.TREND for finding in kept)
+    new = [f for f in held_out_findings(evaluation, is_sampled) if f.kind in REPLACED or not has_trend]
     is_ensemble = report.kind not in (POSTERIOR, None) or report.temperature < 1
     if is_ensemble and evaluation.bma and calibration_of(evaluation) is not None and not _is_off(new):
         law = [finding.kind for finding in kept if finding.kind in HEATING and finding.kind != FindingKind.DIVERGENCE]
@@ -116,7 +120,7 @@ def with_held_out(report: HealthReport, evaluation: Evaluation | None, is_sample
 
 
 def _is_off(findings: Sequence[Finding]) -> bool:
-    return any(finding.kind in (FindingKind.GUESSING, FindingKind.CALIBRATION) for finding in findings)
+    return any(finding.kind in REPLACED for finding in findings)
 
 
 def _guessing(evaluation: Evaluation) -> Finding | None:
@@ -163,10 +167,10 @@ def _trend(nll: Sequence[float]) -> Finding | None:
         gain = means[place] - means[place + 1]
         if gain <= CERTAIN * math.hypot(errors[place], errors[place + 1]):
             return None
-    if means[2] - means[3] <= LEAST_GAIN * abs(means[2]):
+    if means[1] - means[3] <= FALL * abs(means[1]):
         return None
     sentence = (
         f"trend: later samples are better (their mean NLL is {means[3]:.3g} in the last quarter of the run, "
-        f"{means[2]:.3g} in the one before)"
+        f"{means[1]:.3g} in the second)"
     )
     return Finding(FindingKind.TREND, sentence, "below", remedy="train longer", severity="note")
