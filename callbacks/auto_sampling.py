@@ -76,9 +76,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     All decisions use the validation data, none the test data:
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
-      them, a chain divides its σ by the calibration temperature of its newest draws' average: above 1 they are too
-      sure, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale takes up how sure
-      the predictions are, and σ stays.
+      them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
+      overconfident, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale sets how
+      confident the predictions are, and σ stays.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best; draws before σ has
       settled, or after overfitting has begun, lose their weight.
 
@@ -88,8 +88,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     posterior.
 
     Args:
-        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling inputs from other
-            sources: τ = 1, a tight prior whose scale stays, and equal weights.
+        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling out-of-distribution
+            inputs: τ = 1, a tight prior whose scale stays, and equal weights.
         budget: time of the run, such as "90s", "10m" or "2h"; the epochs follow from the first steps' speed. None takes
             the trainer's max_epochs or max_steps.
         num_draws: number of draws of each chain.

@@ -27,7 +27,7 @@ from lightning_sgmcmc.tensors import widest
 @dataclass
 class Kept:
     """Log densities log p(y|x) of one predictive, shape (n,), float32, on the CPU, their negative mean in nats per
-    datum, and the index of the sample that it is, or that was added last."""
+    example, and the index of the sample that it is, or that was added last."""
 
     density: Tensor
     nll: float
@@ -37,7 +37,8 @@ class Kept:
 @dataclass
 class PerDatumScores:
     """Log densities of the best single sample, of the best average, of the first cycle's average, and their mean over
-    the single samples: four numbers a datum; the best are chosen by their NLL on the same data, which favours them."""
+    the single samples: four numbers an example. The best are chosen by their NLL on the same data, which favours
+    them."""
 
     kept: dict[str, Kept] = field(default_factory=dict)
     _first_cycle: int | None = None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PRIOR_NORM = "‖θ‖²/(d·σ²)"
 """The name of a trace: the square of the parameters in units of their prior's variance, a mean over them."""
-NLL = "NLL (nats per datum)"
+NLL = "NLL (nats per example)"
 """The name of a trace: the mini-batch's mean negative log likelihood, without the prior."""
 CYCLE = "cycle"
 """The name of a trace: the number of the cycle, from 0."""

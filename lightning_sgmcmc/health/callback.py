@@ -38,12 +38,12 @@ class ChainHealth(StepClaimant):
     For each parameter tensor it compares the kinetic and the configurational temperature with the target's τ, and
     estimates the share of mini-batch noise in the variance of a step; for the chain, it tests whether the energy still
     drifts (formulas in `lightning_sgmcmc.health.estimates`). Only steps of a sampling stage count, each with
-    its own step size and temperature. For the run it asks whether the model is at chance, whether the target takes up
-    more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
+    its own step size and temperature. For the run it asks whether the model is at chance, whether it has
+    too many parameters for the data, how many relaxation times a stage covers and, at the end and with a
     `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples;
     and with a contour, whether it does nothing or gives one sample all the weight.
     A preconditioner that adapts while samples are drawn is a note. With a `MetropolisTest`, which makes the law exact,
-    the heat of its steps is no finding, but a low acceptance is.
+    the excess variance of its steps is not a finding, but a low acceptance is.
     A configurational temperature below the target's is a note in a cyclical run: its samples are a cold ensemble.
 
     The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and

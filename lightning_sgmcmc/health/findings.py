@@ -71,7 +71,7 @@ class Finding:
 
     @property
     def is_heat(self) -> bool:
-        """Whether the chain is too hot, which a smaller step cures."""
+        """Whether the chain has excess variance, which a smaller step reduces."""
         return self.kind in HEATING and self.side != "below"
 
     @property

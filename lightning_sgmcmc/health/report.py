@@ -63,9 +63,9 @@ class RunMeasures:
     """Numbers of the run as a whole; None without a measurement.
 
     Attributes:
-        nll: mean negative log likelihood per datum of the training data in the sampling stages, in nats.
+        nll: mean negative log likelihood per example of the training data in the sampling stages, in nats.
         chance_nll: the same of a model that knows the labels' frequencies alone (in regression, their mean).
-        heat: τ·d/2, the energy that d harmonic coordinates take up at the temperature, in nats.
+        heat: τ·d/2, the thermal energy of d harmonic coordinates at the temperature, in nats.
         relaxation_times: relaxation times of the prior's directions that a sampling stage covers.
         prior_norm: mean of ‖θ‖²/(d·σ²), σ the prior's standard deviation; τ at equilibrium where the prior decides.
         rhat: split R-hat of the predictions, the worst over some data.

@@ -175,7 +175,7 @@ def _blocks(
     chains, progress = module.chains, module.chains.progress
     groups = [{n: v for n, v in group.items() if n != "params"} for group in sampler_of(module).param_groups]
     shadow = SimpleNamespace(param_groups=groups)  # which a schedule may set without an effect on the sampler
-    steps = fit_steps(trainer) - progress.warm_steps  # a warm start is no sampler
+    steps = fit_steps(trainer) - progress.warm_steps  # a warm start is not a sampler
     if steps < 1 or not math.isfinite(steps):
         return None
 

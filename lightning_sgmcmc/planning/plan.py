@@ -23,7 +23,7 @@ After t of them a coordinate keeps e^-t of its start and has 1 - e^-2t of its va
 and the average over the last three quarters of a run without burn-in is above 0.85 of the target's temperature, which
 `ChainHealth` accepts."""
 HOT_SHARE = 0.5
-"""A target whose heat exceeds this share of the energy of chance is called hot for its data."""
+"""A target whose thermal energy exceeds this share of the energy of chance has too many parameters for its data."""
 UNKNOWN = "unknown"
 DIRECTIONS = "directions that the data leave to the prior"
 """Whose relaxation a plan knows: the likelihood's directions relax faster."""
@@ -98,7 +98,7 @@ class RunPlan:
 
     The numbers follow from the exact linear law of the sampler's steps in directions that the prior alone constrains.
     The likelihood's directions relax faster. Of a linear regression (a `Linear` network with `Gaussian` noise) the
-    posterior's own directions are known, and the numbers are theirs. Mini-batch noise heats a chain; it is not in the
+    posterior's own directions are known, and the numbers are theirs. Mini-batch noise adds variance; it is not in the
     plan.
 
     Attributes:
@@ -121,7 +121,7 @@ class RunPlan:
         independent_draws: n, independent draws to expect, over all chains; once they have relaxed, the error of an
             average over them is 1/√n standard deviations of the posterior.
         stages: number of sampling stages (cycles).
-        heat: τ·d/2, the energy in nats that d harmonic coordinates take up at the target's temperature.
+        heat: τ·d/2, the thermal energy in nats of d harmonic coordinates at the target's temperature.
         chance: the energy in nats of a model that guesses, N·log K for K classes; None if there are no classes.
         gradient_evaluations: per-datum gradients for each chain.
         data_passes: the same over N.
@@ -337,10 +337,10 @@ def with_article(name: str) -> str:
 
 FAR = 0.6
 """A start that takes away more than this share of the heat that the noise adds lies farther out than the target: about
-a start of 1.2 times the target's variance in a short run. What is measured then is the way in."""
+a start of 1.2 times the target's variance in a short run. What is measured then is the transient."""
 FAR_START = (
     "The chain starts farther out than its target, so its temperature is not planned: a longer burn-in, or WarmStart, "
-    "ends the way in before the draws."
+    "ends the transient before the samples."
 )
 
 

@@ -131,7 +131,8 @@ def _attention(run: RunRecord) -> list[str]:
             if efficiency < 0.5:
                 worth = efficiency * len(run.records)
                 found.append(
-                    f"The weights are concentrated: {len(run.records)} samples are worth {worth:.1f} of equal weight."
+                    f"The weights are concentrated: the effective sample size of {len(run.records)} samples is "
+                    f"{worth:.1f}."
                 )
         except ValueError as error:
             found.append(f"The weights cannot be used: {error}.")
