@@ -43,8 +43,8 @@ ROWS = 4_096
 """Inputs that are predicted at once, with the distribution of each sample."""
 WEIGHTED = (
     "sample_weight is not supported: an example counts once in a posterior, and a weighted loss has none. Repeat rows "
-    "that were observed several times; for costs of errors choose the decision by predict_proba or posterior_, and for other "
-    "shares of classes in use correct predict_proba by the ratio of the shares"
+    "that were observed several times; for costs of errors choose the decision by predict_proba or posterior_, and for "
+    "other shares of classes in use correct predict_proba by the ratio of the shares"
 )
 
 Self = TypeVar("Self", bound="_BayesianEstimator")

@@ -79,11 +79,11 @@ def propose_lr(
     where these data speak against the largest healthy step, longer probes decide. If none is healthy, it is the best of
     those tried.
 
-    `MCLMC` and `pMCLMC`, which have no excess variance, get the lr at which the energy error of a step has a variance of
-    5e-4 for each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both ends of a step are
-    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.propose.EnergyErrors`), so the energies' noise
-    between batches does not count. They also get a friction, from the width of the positions in the probes; all
-    chains get one.
+    `MCLMC` and `pMCLMC`, which have no excess variance, get the lr at which the energy error of a step has a
+    variance of 5e-4 for each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both
+    ends of a step are taken on the step's own mini-batch (see `lightning_sgmcmc.tune.propose.EnergyErrors`), so the
+    energies' noise between batches does not count. They also get a friction, from the width of the positions in the
+    probes; all chains get one.
 
     The call restores the module: parameters and buffers, lr, evaluations.
 
