@@ -1,4 +1,4 @@
-"""AutoSampling: prior, sampler, step sizes, temperature and weights without a setting by hand."""
+"""AutoSampling: a fixed sampler, step size and temperature; prior scale and weights by validation data."""
 
 import functools
 import math
@@ -66,14 +66,14 @@ SHARE = 0.8
 
 
 class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
-    """Samples without a setting by hand: it chooses prior scale, step sizes, temperature, schedule and weights.
+    """Samples without a setting by hand: sampler, step size and temperature are fixed, validation data decide the rest.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
     `pSGHMC` samples at τ while its step size falls by a cosine to a tenth, and draws are taken evenly:
 
         lr_k = lr·[e + (1-e)·(cos(π·u) + 1)/2],   u the elapsed share of the stage, e = 0.1
 
-    All decisions use the validation data, none the test data:
+    Two decisions use the validation data, none the test data:
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
       them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are

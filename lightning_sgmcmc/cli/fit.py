@@ -85,7 +85,7 @@ class SamplingCLI(LightningCLI):
         parser.add_argument(
             "--auto",
             action="store_true",
-            help="fit: choose prior, sampler, step sizes, temperature and weights on the validation data",
+            help="fit: AutoSampling, whose prior scale and weights the validation data decide",
         )
         parser.add_argument(
             "--baselines",
