@@ -1,4 +1,4 @@
-"""AutoSampling: prior, sampler, step sizes, temperature and weights without a setting by hand."""
+"""AutoSampling: a fixed sampler, step size and temperature; prior scale and weights by validation data."""
 
 import functools
 import math
@@ -38,6 +38,7 @@ from lightning_sgmcmc.evaluation.scoring import (
 )
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.health.callback import ChainHealth
+from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_info
@@ -65,19 +66,19 @@ SHARE = 0.8
 
 
 class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
-    """Samples without a setting by hand: it chooses prior scale, step sizes, temperature, schedule and weights.
+    """Samples without a setting by hand: sampler, step size and temperature are fixed, validation data decide the rest.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
     `pSGHMC` samples at τ while its step size falls by a cosine to a tenth, and draws are taken evenly:
 
         lr_k = lr·[e + (1-e)·(cos(π·u) + 1)/2],   u the elapsed share of the stage, e = 0.1
 
-    All decisions use the validation data, none the test data:
+    Two decisions use the validation data, none the test data:
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
-      them, a chain divides its σ by the calibration temperature of its newest draws' average: above 1 they are too
-      sure, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale takes up how sure
-      the predictions are, and σ stays.
+      them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
+      overconfident, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale sets how
+      confident the predictions are, and σ stays.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best; draws before σ has
       settled, or after overfitting has begun, lose their weight.
 
@@ -87,8 +88,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     posterior.
 
     Args:
-        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling inputs from other
-            sources: τ = 1, a tight prior whose scale stays, and equal weights.
+        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling out-of-distribution
+            inputs: τ = 1, a tight prior whose scale stays, and equal weights.
         budget: time of the run, such as "90s", "10m" or "2h"; the epochs follow from the first steps' speed. None takes
             the trainer's max_epochs or max_steps.
         num_draws: number of draws of each chain.
@@ -202,6 +203,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "AutoSampling chooses on validation data, and the run has none: pass a datamodule or loader with "
                 "validation data"
             )
+
+    def remedy(self, kind: str, side: str | None) -> str | None:
+        """Name this callback's own arguments: its user passes neither a sampler nor a step size to the module."""
+        if kind == FindingKind.PRECONDITIONER.value:
+            return ""
+        if kind == FindingKind.ENERGY.value or (kind == FindingKind.KINETIC.value and side == "below"):
+            return f"train longer, or pass AutoSampling(warm_up={min(2 * self.warm_up, 0.5):g})"
+        if kind in [hot.value for hot in (*HEATING, FindingKind.AT_CHANCE)]:
+            return f"use a smaller step size: AutoSampling(lr={self.lr / 2:g})"
+        return None
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -331,11 +342,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         where = "."
         if folder is not None:
             write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
-            where = f"; {folder / CHOICES} repeats these choices."
+            where = f"; {CHOICES} in the run's folder repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
         prior = f"prior std {final}" if chose_prior else "the module's prior"
-        draws = len(self.chosen) * len(self.laid_out.draw_steps)
-        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {draws} draws{where}")
+        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ class MetropolisTest(SamplerCallback):
     is the acceptance probability of a trajectory of K steps from θ_0 to θ_K (where it is below 1), with U of all
     training data in evaluation mode, and W the work of the forces that the steps have taken (see the samplers). Each
     chain has its own test. A rejected chain returns to θ_0 with its momentum reversed. So samples are drawn after tests
-    only: a schedule that draws, or changes the step size or the temperature, within a trajectory is refused. Steps at
-    temperature 0 are not tested. The random numbers depend on (seed, chain, step).
+    only: a schedule that draws, or changes the step size or the temperature, within a trajectory raises an error. Steps
+    at temperature 0 are not tested. The random numbers depend on (seed, chain, step).
 
     Each test costs a pass over all training data without gradients; with trajectories of an epoch a third more time.
 

@@ -45,8 +45,8 @@ class PosteriorDashboard(SamplerCallback):
 
     Figures, at the end of each cycle (or as set by `every`) and of the fit:
 
-    * `posterior/schedule`: step size and temperature; `posterior/energy`: the mini-batches' NLL per datum, without the
-      prior's constant, and ‖θ‖²/(d·σ²), which is 1 under a Gaussian prior; `posterior/traces`: four single weights;
+    * `posterior/schedule`: step size and temperature; `posterior/energy`: the mini-batches' NLL per example, without
+      the prior's constant, and ‖θ‖²/(d·σ²), which is 1 under a Gaussian prior; `posterior/traces`: four single weights;
       all with the samples marked and every second cycle shaded;
     * `posterior/weights`, where weights differ: the normalised weights, and how many equal ones they are worth;
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain

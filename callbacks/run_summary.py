@@ -1,62 +1,82 @@
-"""The end of a run: a table and `results.json`."""
+"""The end of a run: five sentences and a table, `results.json`, and `summary.txt` with all of it."""
 
+import io
 import math
 import re
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.schedule import is_optimization
 from lightning_sgmcmc.chains.trainer import baseline_of, is_trial, run_folder
+from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
+from lightning_sgmcmc.evaluation.sentences import Claim, advice_on, five_sentences
+from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import (
     METHODS,
     NETWORKS,
     OPTIMIZED,
+    SUMMARY,
     StoredEvaluation,
     keep_earlier_results,
     origin_of_run,
     per_datum,
     plain_console,
     read_health,
+    shown_path,
     write_evaluation,
     write_results,
 )
 from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.plain import markdown_table
+from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 
+IN_SHORT = ("guessing", "single", "first_cycle", "bma")
+"""Columns of the printed table."""
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
 
 class RunSummary(SamplerCallback):
-    """Prints five sentences and a table at the end of a fit or test, and writes `results.json` and `table.md`.
+    """Prints five sentences and a table at the end of a fit or test, and writes them to files.
 
-    The sentences: how good is the model average, with an interval; is it better than its best single sample and than
+    The sentences: how good is the model average, with an interval; is it better than its mean single sample and than
     the first cycle, by a paired bootstrap over the data; is it calibrated; did the run sample the posterior; what next,
-    by `ChainHealth`'s verdict. The table compares the model average with the mean and the best single sample and with
-    the average of the first cycle; the best is chosen on the same data. Both need a `BayesianModelAverage`. It calls
-    the samples of a baseline its networks, and those at temperature 0 states of an optimization. Results of another
-    stage in the folder are kept: a test renames those of the fit to `results-val.json` and `table-val.md`.
+    by `ChainHealth`'s findings and these data. The table compares the model average with guessing, with the mean single
+    sample and with the average of the first cycle. Both need a `BayesianModelAverage`. It calls the samples of a
+    baseline its networks, and those at temperature 0 states of an optimization.
+
+    The files are `results.json`, `table.md` and `summary.txt`, which adds the plan, the findings and the best single
+    sample, chosen on the same data. Those of another stage in the folder are kept: a test renames those of the fit to
+    `results-val.json`, `table-val.md` and `summary-val.txt`.
     `results.json` also has the run's origin: command, versions, commit and machine. Results for each datum go to
     `evaluation-val.safetensors` and `evaluation-test.safetensors`, for `sgmcmc compare`. A `fast_dev_run` writes no
     files.
 
     Args:
         name: the run's name in `results.json`.
+        show: what is printed: "summary", the sentences and the table; "all", what `summary.txt` has; or "none".
+
+    Raises:
+        ValueError: for an empty name, or another word for `show`.
     """
 
     place = Place.SUMMARY
 
-    def __init__(self, name: str = "run") -> None:
+    def __init__(self, name: str = "run", show: Literal["all", "summary", "none"] = "summary") -> None:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"name must be a text for results.json, got {name!r}")
+        check_choice("show", show, ("all", "summary", "none"))
         self.name = name
+        self.show = show
+        self._ended: _Ended | None = None
         self._seconds = 0.0
         self._start = time.monotonic()
 
@@ -90,7 +110,7 @@ class RunSummary(SamplerCallback):
                 "samples": what,
                 "kind": claim.kind,
                 "sentences": sentences,
-                "verdict": None if health is None else {"verdict": health.verdict, "advice": health.advice},
+                "verdict": advice_on(evaluation, health, claim)._asdict(),
                 "rows": rows,
                 "seconds": round(self._seconds, 3),
                 "plan": None if module.plan is None else module.plan.as_json(),
@@ -100,11 +120,25 @@ class RunSummary(SamplerCallback):
             keep_earlier_results(folder, results)
             write_results(folder, results, _markdown(rows))
             self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
-        efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
-        named = what if count != 1 else re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
-        counted = f"{count} {named}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
-        trial = " (fast_dev_run: hardly trained)" if is_trial(trainer) else ""
-        _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}" + trial, folder)
+        title = _title(evaluation, what, stage) + (" (fast_dev_run: hardly trained)" if is_trial(trainer) else "")
+        self._ended = _Ended(evaluation, list(sentences.values()), title, folder, module.plan, health)
+        if not is_trial(trainer):
+            write_output(folder / SUMMARY, self._ended.text().encode())
+        if self.show == "all":
+            print(self._ended.text(), end="")
+        elif self.show == "summary":
+            self.print_last()
+
+    def print_last(self, table: bool = True) -> None:
+        """Print the sentences, and the table, of the last fit or test; nothing before one ended."""
+        if self._ended is None:
+            return
+        for sentence in self._ended.sentences:
+            plain_console().print(sentence, highlight=False)
+        if table:
+            plain_console().print(self._ended.table(IN_SHORT))
+            if (where := self._ended.folder / SUMMARY).exists():
+                plain_console().print(f"The rest is in {shown_path(where)}", highlight=False)
 
     def _write_evaluation(self, folder: Path, trainer: pl.Trainer, module: ChainModel, stage: str, kind: str) -> None:
         """Write the per-datum results, for `sgmcmc compare`."""
@@ -190,16 +224,50 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
     return markdown_table(["method", "metric", "value", "error"], lines)
 
 
-def _print(evaluation: Evaluation, sentences: list[str], title: str, folder: Path) -> None:
-    from rich.table import Table
+def _title(evaluation: Evaluation, what: str, stage: str) -> str:
+    """Return what the table is of."""
+    efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
+    named = what if count != 1 else re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
+    effective = "" if efficiency is None else f" (effective sample size {efficiency * count:.1f})"
+    return f"{count} {named}{effective} on the {STAGE_NAMES[stage]}"
 
-    console, columns = plain_console(), _columns(evaluation)
-    for sentence in sentences:
-        console.print(sentence, highlight=False)
-    table = Table(title=title, caption=str(folder))
-    table.add_column("")
-    for method in columns:
-        table.add_column(METHODS[method].replace(" ", "\n", 1), justify="right")
-    for metric in evaluation.bma:
-        table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in columns.values()))
-    console.print(table)
+
+@dataclass(frozen=True)
+class _Ended:
+    """What the end of a fit or test has to print."""
+
+    evaluation: Evaluation
+    sentences: list[str]
+    title: str
+    folder: Path
+    plan: RunPlan | None
+    health: HealthReport | None
+
+    def table(self, methods: Sequence[str]) -> Any:
+        """Return the table of some methods."""
+        from rich.table import Table
+
+        columns = {name: values for name, values in _columns(self.evaluation).items() if name in methods}
+        table = Table(title=self.title)
+        table.add_column("")
+        for method in columns:
+            table.add_column(METHODS[method].replace(" ", "\n", 1), justify="right")
+        for metric in self.evaluation.bma:
+            table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in columns.values()))
+        return table
+
+    def text(self) -> str:
+        """Return the content of `summary.txt`."""
+        lines = [*self.sentences, ""]
+        if self.health is not None and self.health.findings:
+            lines += ["Findings, the most urgent first:", *(f"* {one.text}." for one in self.health.findings), ""]
+        if self.plan is not None:
+            rows = self.plan.rows()
+            width = max(len(name) for name, _ in rows)
+            lines += ["The plan:", *(f"{name:<{width}}  {value}" for name, value in rows)]
+            lines += [f"* {note}" for note in self.plan.notes] + [""]
+        with io.StringIO() as file:
+            plain_console(file).print(self.table(tuple(METHODS)))
+            if self.evaluation.best_single:
+                file.write("The best single sample is chosen on the same data, which favours it.\n")
+            return "\n".join(lines) + "\n" + file.getvalue()

@@ -112,7 +112,7 @@ class _Array(NumpyArrayWrapper):
 
 
 class _ArrayUnpickler(NumpyUnpickler):
-    """Unpickles a single array; every other class or function is refused."""
+    """Unpickles a single array; every other class or function raises an error."""
 
     limit = 0
 

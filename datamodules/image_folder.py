@@ -34,9 +34,9 @@ class ImageFolderDataModule(ImageDataModule):
     Images are cropped to a square around their centre, resized and kept as bytes, so all of them need
     count·C·size² bytes of memory; for more, pass torchvision's `ImageFolder` to `DatasetDataModule`. While they are
     read, those of at most 33 megapixels together are decoded at a time, some 0.3 GB, and larger ones one by one; one of
-    more than 179 megapixels is refused. They are
+    more than 179 megapixels raises an error. They are
     normalised batch by batch, by each channel's mean and standard deviation over the training part. White is 65535 of
-    16 bits and 1 of floats; files with 32-bit integers are refused. Files that do not
+    16 bits and 1 of floats; files with 32-bit integers raise an error. Files that do not
     end like an image (`.jpg`, `.png`, …) and hidden ones are ignored. `classes` and `num_classes` are known after
     `setup`.
 

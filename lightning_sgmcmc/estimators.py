@@ -42,9 +42,9 @@ LEAST_EPOCHS, LEAST_STEPS = 20, 2_000
 ROWS = 4_096
 """Inputs that are predicted at once, with the distribution of each sample."""
 WEIGHTED = (
-    "sample_weight is refused: a datum counts once in a posterior, and a weighted loss has none. Repeat rows that were "
-    "observed several times; for costs of errors choose the decision by predict_proba or posterior_, and for other "
-    "shares of classes in use correct predict_proba by the ratio of the shares"
+    "sample_weight is not supported: an example counts once in a posterior, and a weighted loss has none. Repeat rows "
+    "that were observed several times; for costs of errors choose the decision by predict_proba or posterior_, and for "
+    "other shares of classes in use correct predict_proba by the ratio of the shares"
 )
 
 Self = TypeVar("Self", bound="_BayesianEstimator")

@@ -329,17 +329,17 @@ def check_layers(model: nn.Module) -> None:
 
 
 def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
-    """Raise unless a log-likelihood has one number per datum, shape (n,), or (C, n) with `chains`."""
+    """Raise unless a log-likelihood has one number per example, shape (n,), or (C, n) with `chains`."""
     if log_likelihood.dim() != (2 if chains else 1):
         shape = tuple(log_likelihood.shape[1:] if chains else log_likelihood.shape)
         raise ValueError(
-            f"log_likelihood(batch) must return one number per datum, shape (n,), got {shape}: the batch's size is "
+            f"log_likelihood(batch) must return one number per example, shape (n,), got {shape}: the batch's size is "
             "read from it"
         )
 
 
 def check_part(name: str, value: Any, kind: type) -> None:
-    """Raise unless `value` is None or an instance of `kind`; the class itself is refused too."""
+    """Raise unless `value` is None or an instance of `kind`; the class itself raises an error too."""
     if value is None or isinstance(value, kind):
         return
     if isinstance(value, type):

@@ -29,3 +29,20 @@ def silenced(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def without_messages(names: tuple[str, ...], beginnings: tuple[str, ...]) -> Iterator[None]:
+    """Drop the messages of some loggers, and of those below them, that begin so."""
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginnings)
+
+    handlers = [handler for name in ("", *names) for handler in logging.getLogger(name).handlers]
+    for handler in handlers:
+        handler.addFilter(keeps)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(keeps)

@@ -218,7 +218,7 @@ class Patience:
 
     Args:
         validations: number of validations without improvement.
-        min_improvement: how far the loss has to fall to count as an improvement, in nats per datum, ≥ 0.
+        min_improvement: how far the loss has to fall to count as an improvement, in nats per example, ≥ 0.
 
     Raises:
         ValueError: if an argument is out of range.

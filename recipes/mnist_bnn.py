@@ -8,7 +8,7 @@ What the paper leaves open, and our choices:
 
 * h of the underdamped methods is the time step, and γ the friction, of the equation for the mean potential U/N at
   temperature 1/N: h/√N and γ·√N of the one for U, a step size of h² of the mean potential and a momentum of 1 - hγ.
-  With h itself on U (a step size of h²·N = 0.24, a momentum of 0.9998) the noise of mini-batches heats the chain
+  With h itself on U (a step size of h²·N = 0.24, a momentum of 0.9998) the noise of mini-batches inflates the variance
   without bound: at h = 2e-3 (and 1e-3) and γ = 0.1 the perceptron is at 90 % error within 5 passes, with pixels in [0,
   1] as with standardised ones. Table 3's h = 10/(b(M+1)) has the same meaning.
 * SGLD's h is of U: `lr` = h·N.

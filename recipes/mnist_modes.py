@@ -115,7 +115,7 @@ class Walk(NamedTuple):
     """A run of a method.
 
     Attributes:
-        losses: loss of each step's mini-batch in nats per datum, shape (steps, C).
+        losses: loss of each step's mini-batch in nats per example, shape (steps, C).
         multipliers: κ of each step, shape (steps, C).
         sketches: of the weights at each snapshot, shape (snapshots, C, dimension).
         accuracies: of the last states on the test images, shape (C,).

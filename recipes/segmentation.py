@@ -1,7 +1,7 @@
 """Segmentation of synthetic shapes by a small U-Net: methods at the same number of gradient evaluations.
 
 Images of 24×24 noisy pixels show discs, squares and triangles on a background; the pixels at their borders have no
-label (`ignore_index`). A datum is an image, whose log-likelihood is the sum over its pixels, so at temperature 1 its
+label (`ignore_index`). An example is an image, whose log-likelihood is the sum over its pixels, so at temperature 1 its
 576 dependent pixels count like 576 data. Every method of `equal_cost` in the table makes the gradient evaluations
 of one network in the given number of epochs, over all its chains. The test has 200 images, and 200 with rings, a shape
 of no class: the AUROC says how well each pixel's entropy and mutual information separate a ring's pixels from the rest

@@ -255,7 +255,7 @@ def test_gaps_where_the_fit_had_none_are_refused(regressor: BayesianRegressor) -
 
 @pytest.mark.parametrize("kind", [BayesianClassifier, BayesianRegressor])
 def test_sample_weights_are_refused_with_the_reason(kind: Any) -> None:
-    with pytest.raises(TypeError, match=r"sample_weight is refused: .* a weighted loss has none\. Repeat rows"):
+    with pytest.raises(TypeError, match=r"sample_weight is not supported: .* a weighted loss has none\. Repeat rows"):
         kind(**QUICK).fit(X, LABELS, sample_weight=np.ones(200))
     with pytest.raises(TypeError, match="fit takes X and y, got epochs"):
         kind(**QUICK).fit(X, LABELS, epochs=3)

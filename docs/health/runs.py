@@ -165,7 +165,7 @@ def averages(axes: Any, before: Any, after: Any) -> None:
     for name, module, colour in (("before", before, ORANGE), ("after the cure", after, BLUE)):
         values = [member["nll"] for member in module.evaluations["val"].running]
         axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
-    axes.set(xlabel="samples in the average", ylabel="NLL (nats per datum)")
+    axes.set(xlabel="samples in the average", ylabel="NLL (nats per example)")
     axes.legend(fontsize="small")
 
 

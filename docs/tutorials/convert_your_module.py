@@ -135,7 +135,7 @@ print(f"{len(module.posterior)} draws: {module.health.kind}, since {module.healt
 # ## What you predict with
 #
 # `predict` takes a tensor, a dict, or a loader. Its result has more than probabilities: `mutual_information` is
-# how much the draws disagree, in nats.
+# how much the samples disagree, in nats.
 
 # %%
 prediction = module.posterior.predict({"images": test.images})
@@ -190,7 +190,7 @@ table.round(4)
 
 # %% [markdown]
 # 797 test data, one seed, 800 steps: the standard error of an NLL is about 0.01. In so short a run the average of
-# the draws is no better than one network, and the code is what this page is about. The [equal-cost
+# the samples is no better than one network, and the code is what this page is about. The [equal-cost
 # tables](../../equal_cost/) have longer runs on seven data sets, with intervals. Make this comparison on your own
 # data before you decide.
 #

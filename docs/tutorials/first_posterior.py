@@ -8,8 +8,8 @@
 # %% [markdown]
 # # First posterior
 #
-# This tutorial samples a posterior that is known exactly, so you can see the draws beside the truth. You learn
-# what a draw is, how to choose the length of a run, how to read the verdict, and what an ensemble of the same
+# This tutorial samples a posterior that is known exactly, so you can compare the samples with it. You learn
+# what a sample is, how to choose the length of a run, how to read the verdict, and what an ensemble of the same
 # cost gives.
 #
 # The model is a regression on fixed bumps: $y = w \cdot \phi(x) + \text{noise}$ with ten weights $w$. With a
@@ -43,7 +43,7 @@ pl.seed_everything(0, verbose=False)
 # %% [markdown]
 # ## Data with a gap
 #
-# 100 points, none between 0.1 and 0.5. A good posterior is unsure there.
+# 100 points, none between 0.1 and 0.5. A good posterior is uncertain there.
 
 # %%
 NOISE, PRIOR = 0.3, 1.0
@@ -73,7 +73,7 @@ mean = covariance @ phi.T @ y / NOISE**2
 # ## The run
 #
 # * `SGHMC` is the sampler: SGD with momentum that adds the right noise to each step. `lr` means what it means for SGD.
-# * `SamplingSchedule` throws the first 500 steps away and then takes a draw every 8 steps.
+# * `SamplingSchedule` throws the first 500 steps away and then takes a sample every 8 steps.
 # * `num_chains=4` runs four independent copies from different starts. If they agree, the start is forgotten.
 # * `ChainHealth` measures whether the chain has the temperature of the posterior, 1.
 
@@ -116,9 +116,9 @@ print("findings:", [finding.text for finding in report.findings] or "none")
 print(f"{report.kind}: {report.reason}")
 
 # %% [markdown]
-# ## Draws beside the truth
+# ## Samples and the true posterior
 #
-# A draw is one network. Two of its ten weights, with the ellipse that holds 90 % of the exact posterior:
+# A sample is one network. Two of its ten weights, with the ellipse that holds 90 % of the exact posterior:
 
 # %%
 weights = torch.stack([network.weight[0].detach() for network in module.posterior.networks()])

@@ -124,7 +124,7 @@ module.posterior.summary()
 #
 # One chain with four times the steps makes as many gradients. On 12 validation data its average is as good, but
 # nothing shows that it has seen all there is. R-hat of the energy and of the predictions is near 1 above, and
-# R-hat of single weights is not: that is the exchange of hidden units, and no fault. Values of the predictions'
+# R-hat of single weights is not: that is the exchange of hidden units, and not a problem. Values of the predictions'
 # R-hat above about 1.1 ask for a longer run.
 
 # %%
@@ -147,7 +147,7 @@ flat = simulate(target, lr=0.1, num_steps=20_000, num_chains=10, contour=contour
 
 # %% [markdown]
 # Both runs made as many gradients. A contour learns the density's histogram of energies and flattens it: the
-# chain walks over the barrier, and each draw gets a weight that corrects for that.
+# chain walks over the barrier, and each sample gets a weight that corrects for that.
 
 # %%
 grid = np.linspace(-11, 9, 400)

@@ -9,7 +9,7 @@
 # # Pretrained last layer
 #
 # This tutorial samples the last layer of a trained network on few data of new classes. The rest of the network is
-# frozen, shared by all draws, and computed once, so the run costs what a linear model costs. You would take a
+# frozen, shared by all samples, and computed once, so the run costs what a linear model costs. You would take a
 # ResNet from torchvision; to be quick, the notebook trains a small trunk itself: on the digits 0 to 4. The new
 # classes are the digits 5 to 9, with ten images each.
 
@@ -115,9 +115,9 @@ print(f"measured: {module.health.kind}; findings:", [finding.text for finding in
 
 # %% [markdown]
 # The run is a posterior sample, and `ChainHealth` still warns: with 50 data and 165 weights, this posterior is so
-# broad that its draws predict little better than guesses. That is a property of the model and the data, not of
-# the run. The average of the draws is far better than a draw, so this page keeps it. [Health](../../health/)
-# has the cure for the other cases.
+# broad that its samples predict little better than guesses. That is a property of the model and the data, not of
+# the run. The average of the samples is far better than a sample, so this page keeps it. [Health](../../health/)
+# has the fix for the other cases.
 #
 # ## Beside it: four optimized layers
 #
@@ -156,7 +156,7 @@ axes[0].legend(frameon=False)
 # %% [markdown]
 # ## What is on the disk
 #
-# A draw has the last layer's weights only; the trunk is stored once. `Posterior.load` rebuilds the whole network
+# A sample has the last layer's weights only; the trunk is stored once. `Posterior.load` rebuilds the whole network
 # in another program, and predicts from images, not from features:
 
 # %%

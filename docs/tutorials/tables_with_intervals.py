@@ -59,7 +59,7 @@ print(data.num_data, "training data; target:", f"{data.target_mean:.0f} ± {data
 # %% [markdown]
 # ## A network with two outputs
 #
-# `HeteroscedasticGaussian` takes a mean and a log standard deviation for each datum, so some patients may have
+# `HeteroscedasticGaussian` takes a mean and a log standard deviation for each example, so some patients may have
 # wider intervals than others. Four chains of `SGHMC` at temperature 1 sample the posterior of the network's
 # weights.
 
@@ -114,7 +114,7 @@ table = pd.DataFrame(
 table.head().round(0)
 
 # %% [markdown]
-# "of the model" is the part of the uncertainty that more data would remove (a standard deviation): the draws'
+# "of the model" is the part of the uncertainty that more data would remove (a standard deviation): the samples'
 # disagreement. The rest is noise in the patients themselves.
 
 # %%
@@ -141,7 +141,7 @@ print(f"{module.posterior.predict(patient).mean.item():.0f} for {frame['target']
 # Of 110 patients, a 90 % interval should contain about 99; by chance 93 to 104 (95 %). `coverage_90` of the
 # evaluation is the share, `crps` scores the whole distribution (lower is better).
 #
-# An ensemble of four networks with as many gradients stands beside it. It has the same prior as weight decay.
+# An ensemble of four networks with as many gradients is compared with it. It has the same prior as weight decay.
 
 # %%
 ensemble = fit(DeepEnsemble(), steps=1200)

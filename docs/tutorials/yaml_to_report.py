@@ -55,7 +55,7 @@ lines = Path("fit.out").read_text().splitlines()
 print(*lines[:24], "  …", *lines[-11:], sep="\n")
 
 # %% [markdown]
-# The first five sentences are about the validation data. The fourth says what the draws are: a cold ensemble, for
+# The first five sentences are about the validation data. The fourth says what the samples are: a cold ensemble, for
 # prediction. The last table compares at equal cost, on the test data. What the run warned of:
 
 # %%

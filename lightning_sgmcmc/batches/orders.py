@@ -373,7 +373,7 @@ def _evenly_spaced(count: int, number: int, generator: torch.Generator) -> Tenso
 def cluster_data(inputs: Tensor, num_clusters: int, seed: int) -> Tensor:
     """Return each datum's cluster by k-means: batches stratified by it have less noise.
 
-    K-means makes Σ_i ‖x_i - m_c(i)‖², the variance of the inputs within the clusters, small. As far as a datum's
+    K-means makes Σ_i ‖x_i - m_c(i)‖², the variance of the inputs within the clusters, small. As far as an example's
     gradient is a smooth function of its input, so is the variance of gradients within them, which is all that a
     stratified batch keeps. The clusters are fixed for the whole run.
 

@@ -174,7 +174,7 @@ def training_rows(trainer: pl.Trainer) -> TrainingRows:
     known = _OBSERVED.get(loader)
     if known is None or known[0] != key:
         known = _OBSERVED[loader] = (key, _observed(rows, likelihood))
-    if known[1] in (0, rows.count):  # without any the first batch is refused
+    if known[1] in (0, rows.count):  # without any the first batch raises an error
         return rows
     return replace(rows, count=known[1], source="the number of observed targets", is_observed=False)
 

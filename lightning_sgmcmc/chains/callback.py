@@ -145,6 +145,18 @@ class RunCallback(pl.Callback):
         """Return a sentence on what the plan of a run leaves out because of it, None for nothing."""
         return None
 
+    def remedy(self, kind: str, side: str | None) -> str | None:
+        """Return what its user can do about a finding of `ChainHealth`, in place of the general remedy.
+
+        Args:
+            kind: the finding's `FindingKind`, such as "kinetic temperature".
+            side: "above" or "below" the expected value; None if unknown.
+
+        Returns:
+            an imperative without a full stop, "" if there is nothing to do, None to keep the general remedy.
+        """
+        return None
+
     def release(self, failed: bool = False) -> None:
         """Drop the fit; called after its last hook, and after an error when the run's state has been saved."""
 

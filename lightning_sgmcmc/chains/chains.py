@@ -72,7 +72,7 @@ class Chains:
         trainable: the sampled parameters by name, once the sampler is made.
         flat: the sampled parameters as rows of one tensor during a fit; None where they are not.
         energies: computes Ũ/N of a batch during a fit.
-        weights: how much a datum of a batch counts during a fit.
+        weights: how much an example of a batch counts during a fit.
         num_data_is_given: whether the user passed N.
         observed, accumulation, progress, tags, counters, pulse: the state of the run, by subject (see `chains.state`).
         claims: which callback does which part of a step.

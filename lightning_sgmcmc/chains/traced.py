@@ -30,7 +30,7 @@ class TracedEnergies:
     Args:
         function: of the leaf, other tensors by name, a batch, its axis of chains, and two tensors of shape () or None;
             it returns the loss and further tensors.
-        model: the model that it computes; a model that changes itself in a step is refused.
+        model: the model that it computes; a model that changes itself in a step raises an error.
     """
 
     def __init__(self, function: Callable[..., Energies], model: nn.Module) -> None:

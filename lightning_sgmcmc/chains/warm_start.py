@@ -131,7 +131,7 @@ def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool
 
 @dataclass
 class Watch:
-    """Early stopping of one chain: its lowest validation loss in nats per datum, its step, the validations since."""
+    """Early stopping of one chain: its lowest validation loss in nats per example, its step, the validations since."""
 
     best_loss: float | None = None
     best_step: int = 0

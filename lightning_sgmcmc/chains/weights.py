@@ -1,4 +1,4 @@
-"""How much a datum of a mini-batch counts, and whether what the likelihood counts in an epoch is N."""
+"""How much an example of a mini-batch counts, and whether what the likelihood counts in an epoch is N."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -157,7 +157,7 @@ def _check_tokens(model: EnergyModel, batch: Any) -> None:
 
 
 LEAST_SHARE = 0.8
-"""A given N below this share of the rows that a likelihood counts is refused at the first batch."""
+"""A given N below this share of the rows that a likelihood counts raises an error at the first batch."""
 TOLERANCE = 0.1
 """Relative difference between a given N and what an epoch counts (random crops differ between epochs)."""
 

@@ -10,15 +10,18 @@ import yaml
 from rich.table import Table
 
 from lightning_sgmcmc.chains.trainer import run_folder
-from lightning_sgmcmc.fit.results import RESULTS, TABLE, plain_console, write_results
+from lightning_sgmcmc.fit.results import METHODS, RESULTS, SUMMARY, plain_console, shown_path, write_results
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
+from lightning_sgmcmc.process import silenced
 from lightning_sgmcmc.report.run_record import CONFIG
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 MEMBERS = {"sgd": 1, "ensemble": 4}
+NAMES = {"sgd": "one network", "ensemble": "ensemble of 4"}
+"""What the table calls them."""
 DECAY = 5e-4
 """Weight decay of the baselines, the usual default."""
 
@@ -43,8 +46,10 @@ def run_baselines(trainer: pl.Trainer, module: BayesianModule, run: Callable[[di
     steps = trainer.global_step * module.num_chains
     for name, members in MEMBERS.items():
         own = folder / "baselines" / name
-        rank_zero_info(f"Baseline {name}: {members} network(s), {steps // members:,} steps each.")
-        run({"subcommand": "fit", "fit": _configuration(config, own, name, members, steps // members, has_classes)})
+        many = "1 network" if members == 1 else f"{members} networks"
+        rank_zero_info(f"Baseline {name}: {many} of {steps // members:,} steps.")
+        with silenced(pl.__name__):
+            run({"subcommand": "fit", "fit": _configuration(config, own, name, members, steps // members, has_classes)})
         _add_rows(folder, own, name)
     _print(folder)
 
@@ -67,7 +72,7 @@ def _configuration(
     }
     schedule = {"class_path": PACKAGE + "DeepEnsemble", "init_args": {"optimizer": optimizer, "warm_up": 0.03}}
     averaged = [{"class_path": PACKAGE + one} for one in ("SampleCollector", "BayesianModelAverage")]
-    summary = {"class_path": PACKAGE + "RunSummary", "init_args": {"name": name}}
+    summary = {"class_path": PACKAGE + "RunSummary", "init_args": {"name": name, "show": "none"}}
     place = {"save_dir": str(folder.parent), "name": name, "version": ""}
     logger = {"class_path": f"{pl.__name__}.loggers.CSVLogger", "init_args": place}
     config["trainer"] |= {
@@ -94,10 +99,12 @@ def _print(folder: Path) -> None:
     values = {(row["method"], row["metric"]): row["value"] for row in results["rows"]}
     methods = [method for method in ("guessing", "single", "bma", *MEMBERS) if any(key[0] == method for key in values)]
     metrics = [metric for method, metric in values if method == "sgd"]
-    table = Table(title="At equal cost, on the test data", caption=str(folder / TABLE))
-    for column in ("", *methods):
-        table.add_column(column, justify="left" if not column else "right")
+    table = Table(title="At equal cost, on the test data")
+    table.add_column("")
+    for method in methods:
+        table.add_column(NAMES.get(method, METHODS.get(method, method)).replace(" ", "\n", 1), justify="right")
     for metric in metrics:
         cells = (values.get((method, metric)) for method in methods)
         table.add_row(metric, *("" if value is None else f"{value:.4f}" for value in cells))
     plain_console().print(table)
+    plain_console().print(f"The rest is in {shown_path(folder / SUMMARY)}", highlight=False)

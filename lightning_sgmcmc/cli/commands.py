@@ -55,7 +55,7 @@ OPTIONS = {
     "--config FILE": "the configuration, a YAML file; `sgmcmc example` prints one",
     "--ckpt_path FILE": "continue from this checkpoint",
     "--resume": "continue the newest run of this configuration, in its folder",
-    "--auto": "choose prior, sampler, step sizes, temperature and weights on the validation data",
+    "--auto": "AutoSampling, whose prior scale and weights the validation data decide",
     "--budget TIME": "with --auto: time of the run, such as 90s, 10m or 2h; the number of epochs follows",
     "--objective NAME": "with --auto: nll (likelihood of new data) or ood (telling inputs of other sources)",
     "--baselines": "also train a single network and an ensemble of the same cost, and add them to results.json",

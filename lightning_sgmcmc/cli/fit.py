@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lightning_sgmcmc import callbacks
-from lightning_sgmcmc.callbacks import AutoSampling, PredictionWriter, SampleCollector, recommended
+from lightning_sgmcmc.callbacks import AutoSampling, PredictionWriter, RunSummary, SampleCollector, recommended
 from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
@@ -30,7 +30,8 @@ from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
 from lightning_sgmcmc.fit.safeguards import samples_drawn
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.namespace import cli, pl, rank_zero_info
+from lightning_sgmcmc.namespace import cli, fabric, pl, rank_zero_info
+from lightning_sgmcmc.process import without_messages
 from lightning_sgmcmc.report.run_record import CONFIG
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ else:
 
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""
+NOT_OF_THE_RUN = (
+    *("💡 Tip:", "Seed set to", "`Trainer.fit` stopped: `max_"),
+    *(f"{device} available: False" for device in ("GPU", "TPU", "HPU")),
+)
+"""Beginnings of Lightning's messages that no user of the command waits for."""
 
 
 class SamplingCLI(LightningCLI):
@@ -64,6 +70,7 @@ class SamplingCLI(LightningCLI):
         **options: Any,
     ) -> None:
         self._started = started
+        self._held: list[RunSummary] = []
         if commands is not None:
             vars(self)["subcommands"] = lambda: commands
         super().__init__(**options)
@@ -78,13 +85,14 @@ class SamplingCLI(LightningCLI):
         parser.add_argument(
             "--auto",
             action="store_true",
-            help="fit: choose prior, sampler, step sizes, temperature and weights on the validation data",
+            help="fit: AutoSampling, whose prior scale and weights the validation data decide",
         )
         parser.add_argument(
             "--baselines",
             action="store_true",
             help="fit: also train a single network and an ensemble of the same cost, for results.json",
         )
+        parser.add_argument("--verbose", action="store_true", help="print all that summary.txt has")
         parser.add_argument("--objective", choices=["nll", "ood"], default="nll", help="fit --auto: what to choose by")
         parser.add_argument("--budget", default=None, help="fit --auto: time of the run, such as 10m")
 
@@ -118,7 +126,11 @@ class SamplingCLI(LightningCLI):
         self._started(self.trainer)
 
     def before_fit(self) -> None:
-        """Find the checkpoint to continue from."""
+        """Hold the summary of the fit back, since a test of the samples may follow; find the checkpoint to continue."""
+        summaries = [summary for summary in instances_of(self.trainer, RunSummary) if summary.show == "summary"]
+        self._held = [] if self.config.fit.verbose else summaries
+        for summary in summaries:
+            summary.show = "all" if self.config.fit.verbose else "none"
         if not self.config.fit.resume:
             return
         folders = (remote_root(self.trainer), *(getattr(c, "dirpath", None) for c in self.trainer.checkpoint_callbacks))
@@ -149,10 +161,13 @@ class SamplingCLI(LightningCLI):
             if steps > 0:
                 why = why_without_samples(self.trainer, chains_of(module).progress, steps)
             raise NoSamplesError(f"the run ended without a posterior sample: {why}")
-        if module.posterior is None or len(module.posterior) == 0 or not _has_test_data(self.datamodule):
-            return
-        self.trainer.test(module, datamodule=self.datamodule, verbose=False)
-        if self.config.fit.baselines and not is_trial(self.trainer):
+        is_tested = module.posterior is not None and len(module.posterior) > 0 and _has_test_data(self.datamodule)
+        if is_tested:
+            self.trainer.test(module, datamodule=self.datamodule, verbose=False)
+        has_baselines = is_tested and self.config.fit.baselines and not is_trial(self.trainer)
+        for summary in self._held:
+            summary.print_last(table=not has_baselines)  # theirs is the table of a run with baselines
+        if has_baselines:
             run_baselines(self.trainer, module, run_command)
 
     def validate(self, **options: Any) -> None:
@@ -181,13 +196,18 @@ class SamplingCLI(LightningCLI):
                     where = where.relative_to(Path.cwd())
                 raise Mistake(f"no run in {where} has posterior samples: run sgmcmc fit with this configuration first")
             evaluate_beside(self.trainer, store, stage)
+        for summary in instances_of(self.trainer, RunSummary):
+            summary.show = "all" if self.config[stage].verbose else summary.show
+            if stage == "test":
+                options["verbose"] = False  # which prints a table of its own
         with _own_folder(self.trainer):
             run(**options)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return Lightning's subcommands, `plan` and `tune`, each with the arguments that the parser leaves out."""
-        return LightningCLI.subcommands() | {"plan": {"model", "datamodule"}, "tune": {"model", "datamodule"}}
+        known = {name: {*left_out, "verbose"} for name, left_out in LightningCLI.subcommands().items()}
+        return known | {"plan": {"model", "datamodule"}, "tune": {"model", "datamodule"}}
 
     def plan(self, **options: Any) -> None:
         """Print what the configuration's fit will reach and cost, without training."""
@@ -264,7 +284,7 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
     known = SamplingCLI.subcommands()
     asked: set[str] = {name for name in arguments[:1] if name in known} if isinstance(arguments, list) else set()
     known = {name: known[name] for name in asked or known}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_messages((pl.__name__, fabric.__name__), NOT_OF_THE_RUN):
         for message in OF_LIGHTNING:
             warnings.filterwarnings("ignore", message=message)
         SamplingCLI(

@@ -43,7 +43,7 @@ class ContourGradient(StepClaimant):
     `auto=True` chooses rules, bins and whether the prior is in the energy from the energies of a warm-up, for a wanted
     spread of κ and a wanted efficiency of the weights, and begins with the warm-up's π (`ContourGoals`,
     `choose_contour`). It says what it chose in one sentence, and writes it to the loggers, `results.json` and
-    checkpoints. Arguments that it chooses are refused beside it.
+    checkpoints. Arguments that it chooses raise an error beside it.
 
     A step's energy is that of its batch, over all micro-batches and ranks. `module.contour` holds the learned π and
     can reweight samples by the final one. Every `trainer.log_every_n_steps` the callback logs `contour/multiplier`,

@@ -42,12 +42,12 @@ def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
 
 
 def class_nll(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the mean of -log p_y, in nats per datum."""
+    """Return the mean of -log p_y, in nats per example."""
     return -float(widest(probabilities).gather(1, labels[:, None]).clamp_min(FLOOR).log().mean())
 
 
 def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
-    """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum; targets that are NaN have no term."""
+    """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per example; NaN targets have no term."""
     standardised = (widest(target) - widest(mean)) / widest(std)
     each = standardised.square() / 2 + widest(std).log() + math.log(2 * math.pi) / 2
     return float(each.flatten(1).nansum(-1).mean())

@@ -104,7 +104,7 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
     """Return the share of data in equal bins of the probability integral transform F_i(y_i), shape (bins,).
 
     It is flat for a calibrated predictive, has a hump in the middle for one that is too wide, and is high at both ends
-    for one that is too sure. A count is spread evenly between P(Y < y) and P(Y ≤ y), which makes it flat for counts.
+    for an overconfident one. A count is spread evenly between P(Y < y) and P(Y ≤ y), which makes it flat for counts.
 
     Args:
         cdf: the predictive distribution function at each observed number, in [0, 1], any shape; of counts or ordered
@@ -165,7 +165,7 @@ def brier_score(probabilities: Tensor, target: Tensor) -> Tensor:
 
 
 def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Return accuracy, nll (nats per datum), brier, ece (15 bins, L1) and the mean predictive entropy.
+    """Return accuracy, nll (nats per example), brier, ece (15 bins, L1) and the mean predictive entropy.
 
     Args:
         probabilities: shape (n, K).

@@ -69,7 +69,7 @@ class ChainComparison:
         return math.nan
 
     def nll(self, chain: int) -> float:
-        """Return the mean negative log likelihood of a chain's own average, in nats per datum."""
+        """Return the mean negative log likelihood of a chain's own average, in nats per example."""
         average = self.averages[chain]
         return -float(average.log_density.mean()) if average.log_total > -math.inf else math.nan
 

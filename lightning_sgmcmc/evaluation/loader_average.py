@@ -27,7 +27,7 @@ from lightning_sgmcmc.tensors import widest
 @dataclass
 class Kept:
     """Log densities log p(y|x) of one predictive, shape (n,), float32, on the CPU, their negative mean in nats per
-    datum, and the index of the sample that it is, or that was added last."""
+    example, and the index of the sample that it is, or that was added last."""
 
     density: Tensor
     nll: float
@@ -36,8 +36,9 @@ class Kept:
 
 @dataclass
 class PerDatumScores:
-    """Log densities of the best single sample, of the best average and of the first cycle's average: three numbers a
-    datum; the best are chosen by their NLL on the same data, which favours them."""
+    """Log densities of the best single sample, of the best average, of the first cycle's average, and their mean over
+    the single samples: four numbers an example. The best are chosen by their NLL on the same data, which favours
+    them."""
 
     kept: dict[str, Kept] = field(default_factory=dict)
     _first_cycle: int | None = None
@@ -47,6 +48,7 @@ class PerDatumScores:
         """Add a sample's log p(y|x,θ) of each datum, shape (n,), and that of the average of all so far, empty while all
         weights are 0."""
         self._keep("best_single", own, index, if_lower=True)
+        self._keep("mean_single", self._mean(own, index), index)
         if not len(average):
             return
         self._keep("best_average", average, index, if_lower=True)
@@ -57,6 +59,14 @@ class PerDatumScores:
             self._keep("first_cycle", average, index)
         elif in_first:
             self._is_prefix = False  # the first cycle's samples did not come first
+
+    def _mean(self, own: Tensor, index: int) -> Tensor:
+        """Return the mean over the samples so far of each datum's log density."""
+        earlier = self.kept.get("mean_single")
+        if earlier is None or len(earlier.density) != len(own):
+            return own
+        before = widest(earlier.density)
+        return before + (own.detach().to(before) - before) / (index + 1)
 
     def _keep(self, name: str, density: Tensor, index: int, if_lower: bool = False) -> None:
         nll = -float(density.mean())

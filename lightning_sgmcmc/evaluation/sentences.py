@@ -7,15 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.scores import calibration_error_by_chance, mean_interval, share_interval
+from lightning_sgmcmc.diagnostics.scores import mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.health.report import COLD, POSTERIOR, HealthReport
+from lightning_sgmcmc.health.advice import Advice, advise
+from lightning_sgmcmc.health.held_out import calibration_of, held_out_findings, with_held_out
+from lightning_sgmcmc.health.report import POSTERIOR, HealthReport
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.tensors import widest
 
+NO_CALIBRATION = "Calibration: not measured, since the likelihood has neither class probabilities nor intervals."
 NAMES = ("quality", "gain", "calibration", "sampled", "next")
 """What the five sentences are about, in their order."""
-COVERAGES = {"coverage_90": 0.9, "coverage_50": 0.5}
 
 
 class Claim(NamedTuple):
@@ -27,17 +29,26 @@ class Claim(NamedTuple):
     is_optimized: bool = False
 
 
+def advice_on(evaluation: Evaluation, health: HealthReport | None, claim: Claim) -> Advice:
+    """Return the verdict on a run and its next step, by its report and by the data of this evaluation."""
+    is_sampled = not claim.is_optimized
+    if health is not None:
+        return advise(with_held_out(health, evaluation, is_sampled), claim.kind, claim.is_optimized)
+    return advise(None, claim.kind, claim.is_optimized, held_out_findings(evaluation, is_sampled))
+
+
 def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | None, claim: Claim) -> dict[str, str]:
     """Return the five sentences by the names in `NAMES`, from stored log densities and terms, without the network."""
+    calibration = calibration_of(evaluation)
     average = evaluation.average
     density = average.log_density if average is not None else torch.empty(0)
     terms = average.terms if average is not None else {}
     return {
         "quality": _quality(evaluation, density, terms, data),
         "gain": _gain(evaluation, density),
-        "calibration": _calibration(evaluation, density, terms),
+        "calibration": NO_CALIBRATION if calibration is None else calibration.sentence,
         "sampled": _sampled(health, claim),
-        "next": _better_than_a_guess(evaluation) or _next(health, claim),
+        "next": f"Next: {advice_on(evaluation, health, claim).next}.",
     }
 
 
@@ -82,7 +93,7 @@ def _gain(evaluation: Evaluation, density: Tensor) -> str:
     if count < 2:
         return "There is one sample, so the model average is that sample."
     parts = []
-    names = {"best_single": "its best single sample", "first_cycle": "the first cycle's average"}
+    names = {"mean_single": "its mean single sample", "first_cycle": "the first cycle's average"}
     for name, label in names.items():
         if name == "first_cycle" and evaluation.per_datum.first_cycle(count) is None:
             continue
@@ -91,7 +102,7 @@ def _gain(evaluation: Evaluation, density: Tensor) -> str:
             parts.append(_compared(found, label))
     if not parts:
         return f"The average of {count} samples was not compared with single ones: their densities are not stored."
-    return f"The average of {count} samples is {', and '.join(parts)} (NLL in nats per datum)."
+    return f"The average of {count} samples is {', and '.join(parts)} in NLL (nats per example)."
 
 
 def _compared(found: tuple[float, tuple[float, float]], label: str) -> str:
@@ -99,7 +110,7 @@ def _compared(found: tuple[float, tuple[float, float]], label: str) -> str:
     if not math.isfinite(gain):
         return f"not comparable with {label}"
     if math.isnan(low) or low <= 0 <= high:
-        return f"not certainly different from {label}: by {_signed(gain)} (95 %: {_signed(low)} to {_signed(high)})"
+        return f"not significantly different from {label} ({_signed(gain)}, 95 %: {_signed(low)} to {_signed(high)})"
     if gain > 0:
         return f"better than {label} by {gain:.3g} (95 %: {low:.3g} to {high:.3g})"
     return f"worse than {label} by {-gain:.3g} (95 %: {-high:.3g} to {-low:.3g})"
@@ -107,38 +118,6 @@ def _compared(found: tuple[float, tuple[float, float]], label: str) -> str:
 
 def _signed(value: float) -> str:
     return f"{value:+.2g}".replace("-", "−")
-
-
-# -- calibrated -------------------------------------------------------------------------------------------------------
-
-
-def _calibration(evaluation: Evaluation, density: Tensor, terms: Mapping[str, Tensor]) -> str:
-    metrics, count = evaluation.bma, len(density)
-    if "ece" in metrics and "probabilities" in terms and count:
-        return _of_classes(metrics, terms["probabilities"])
-    name = next((name for name in COVERAGES if name in metrics), None)
-    if name is None or not count:
-        return "Calibration: not measured, since the likelihood has neither class probabilities nor intervals."
-    level, covered = COVERAGES[name], metrics[name]
-    width = 1.96 * math.sqrt(level * (1 - level) / count)
-    low, high = level - width, min(level + width, 1.0)
-    word = "too wide" if covered > high else "too narrow" if covered < low else "calibrated within chance"
-    return (
-        f"Calibration: the central {level:.0%} intervals contain {covered:.1%} of the targets, where chance gives "
-        f"{low:.1%} to {high:.1%}: {word}."
-    )
-
-
-def _of_classes(metrics: Mapping[str, float], probabilities: Tensor) -> str:
-    confidence = probabilities.max(-1).values
-    expected, most = calibration_error_by_chance(confidence)
-    bias = float(widest(confidence).mean()) - metrics["accuracy"]
-    off = "overconfident" if bias > 0 else "underconfident"
-    word = "calibrated within chance" if metrics["ece"] <= most else off
-    return (
-        f"Calibration: ECE {metrics['ece']:.3g}; chance gives a calibrated model of these data {expected:.2g}, rarely "
-        f"over {most:.2g}: {word}."
-    )
 
 
 # -- what was sampled, what next --------------------------------------------------------------------------------------
@@ -155,33 +134,6 @@ def _sampled(health: HealthReport | None, claim: Claim) -> str:
     if kind is not None:
         return f"Sampled the posterior? No, this is {with_article(kind)}{because}."
     return f"Sampled the posterior? Not known{because or ': no ChainHealth callback measured it'}."
-
-
-def _better_than_a_guess(evaluation: Evaluation) -> str | None:
-    """Return what to do about an average that is no better than a guess; None if it is, or if that is not known."""
-    ours, guess = evaluation.bma.get("nll", math.nan), evaluation.guessing.get("nll", math.nan)
-    if not ours >= guess:
-        return None
-    return (
-        f"Next: the average is no better than guessing (NLL {ours:.3g} and {guess:.3g}): train longer, or look whether "
-        "inputs and targets belong together."
-    )
-
-
-def _next(health: HealthReport | None, claim: Claim) -> str:
-    if health is None and claim.is_optimized:
-        return "Next: compare this baseline with a run that samples, by sgmcmc compare."
-    if health is None:
-        return "Next: add ChainHealth to the callbacks, which measures what the run samples."
-    if claim.kind == COLD and not any(finding.severity == "problem" for finding in health.findings):
-        return "Next: nothing is wrong with this ensemble; the run's plan has what the posterior itself would take."
-    if health.advice:
-        return f"Next: {health.advice}."
-    if health.findings:
-        return f"Next: see to the first finding ({health.findings[0].sentence})."
-    if health.verdict == "unknown" and claim.kind in (POSTERIOR, None):
-        return "Next: sample longer, since too few steps were observed for a verdict."
-    return "Next: nothing is wrong; more samples would reduce the Monte-Carlo error."
 
 
 def _within(low: float, high: float, guess: float | None = None) -> str:

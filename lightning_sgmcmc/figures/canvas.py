@@ -43,7 +43,7 @@ STYLE: Mapping[str, Any] = MappingProxyType(
 )
 METRIC_LABELS = {
     "accuracy": "accuracy",
-    "nll": "NLL (nats per datum)",
+    "nll": "NLL (nats per example)",
     "ece": "ECE",
     "brier": "Brier score",
     "rmse": "RMSE",

@@ -110,13 +110,13 @@ def nll_figure(
     temperature: float = 1.0,
     cycles: Cycles = (),
 ) -> "Figure":
-    """Draw the mini-batches' NLL per datum and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 under the prior.
+    """Draw the mini-batches' NLL per example and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 under the prior.
 
     Both are free of the prior's constant, which hides the energy's changes.
 
     Args:
         steps: the logged steps.
-        nll: mean NLL of the mini-batch at these steps, in nats per datum.
+        nll: mean NLL of the mini-batch at these steps, in nats per example.
         prior_norm: ‖θ‖²/(d·σ²) at these steps; empty if it is not known.
         sample_steps: the steps of the samples.
         temperature: the target's τ, at which directions that the prior decides have ‖θ‖²/(d·σ²) = τ.
@@ -126,7 +126,7 @@ def nll_figure(
     figure, rows = canvas(2 if known else 1, height=3.8 if known else 3.0)
     _trace(rows[0], steps, nll, sample_steps, cycles)
     _fit_range(rows[0], nll)
-    rows[0].set_ylabel("NLL (nats per datum)")
+    rows[0].set_ylabel("NLL (nats per example)")
     if known:
         _trace(rows[1], steps, prior_norm, sample_steps, cycles)
         rows[1].axhline(1, color="black", linestyle=":", linewidth=1, label="1 under the prior")

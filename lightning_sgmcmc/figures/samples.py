@@ -32,7 +32,7 @@ TENSORS_SHOWN = 40
 
 
 def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Figure":
-    """Draw the samples' normalised weights, and the (Σw)²/Σw² samples that the first 1, 2, … are worth."""
+    """Draw the samples' normalised weights, and the effective sample size (Σw)²/Σw² of the first 1, 2, …."""
     figure, (upper, lower) = canvas(2, height=4.2)
     count = np.arange(1, len(weights) + 1)
     upper.vlines(count, 0, weights, color=AVERAGE_COLOUR, linewidth=max(0.5, min(6.0, 200 / len(weights))))

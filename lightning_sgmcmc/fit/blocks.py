@@ -243,7 +243,7 @@ class StepBlocks:
         if not possible or has_hooks(sampler) or chains.accumulation.candidates > 1:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
-            return 0, False  # a short batch is filled up, so a datum must be a row
+            return 0, False  # a short batch is filled up, so an example must be a row
         count, is_seen = self._until_seen(late, max(1, self._most - self._waits))
         first = sampler.step_count + 1
         for callback in self._acting:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PRIOR_NORM = "‖θ‖²/(d·σ²)"
 """The name of a trace: the square of the parameters in units of their prior's variance, a mean over them."""
-NLL = "NLL (nats per datum)"
+NLL = "NLL (nats per example)"
 """The name of a trace: the mini-batch's mean negative log likelihood, without the prior."""
 CYCLE = "cycle"
 """The name of a trace: the number of the cycle, from 0."""
@@ -440,7 +440,7 @@ def _git(folder: Path | None, *command: str) -> str:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-RESULTS, TABLE = "results.json", "table.md"
+RESULTS, TABLE, SUMMARY = "results.json", "table.md", "summary.txt"
 OPTIMIZED = "states of an optimization (temperature 0)"
 """What `results.json` calls the samples of a run at temperature 0."""
 NETWORKS = "networks ({kind})"
@@ -477,7 +477,7 @@ def is_of_optimization(results: Mapping[str, Any]) -> bool:
 
 
 def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
-    """Rename other results in the folder by their stage, as `results-val.json` and `table-val.md`."""
+    """Rename other results in the folder by their stage: `results-val.json`, `table-val.md`, `summary-val.txt`."""
     try:
         earlier = parse_json(read_regular(folder / RESULTS, LARGEST_HEALTH).decode())
     except (OSError, ValueError):
@@ -489,14 +489,22 @@ def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
         return
     stage = earlier.get("stage")
     stage = stage if stage in STAGES else "run"  # it comes from a file, and becomes a part of a file's name
-    for name in (RESULTS, TABLE):
+    for name in (RESULTS, TABLE, SUMMARY):
         path = folder / name
         if path.exists():
             path.rename(free_name(path.with_stem(f"{path.stem}-{stage}")))
 
 
-def plain_console() -> "Console":
-    """Return the terminal for tables: rich would read names of metrics and folders, such as "top1[/5]", as markup."""
+def plain_console(file: IO[str] | None = None) -> "Console":
+    """Return the terminal, or a file of 100 columns, for tables.
+
+    Rich would read names of metrics and folders, such as "top1[/5]", as markup.
+    """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False)
+    return Console(markup=False, emoji=False, file=file, width=None if file is None else 100)
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as text, from the working folder if it lies in it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

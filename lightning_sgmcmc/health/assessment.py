@@ -181,7 +181,7 @@ class _Findings:
         tensor, share = max(self._noisy.items(), key=lambda pair: pair[1])
         sentence = (
             f"gradient noise: mini-batch noise makes up {share:.0%} of the step's variance in {tensor} "
-            f"({self._share_of_tensors(self._noisy)} over the limit) and heats the chain"
+            f"({self._share_of_tensors(self._noisy)} over the limit) and inflates the chain's variance"
         )
         return Finding(FindingKind.GRADIENT_NOISE, sentence, "above", tensor, self._quieter())
 

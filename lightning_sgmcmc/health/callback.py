@@ -17,6 +17,7 @@ from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.health.assessment import assess
 from lightning_sgmcmc.health.facts import facts_of
 from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.health.held_out import with_held_out
 from lightning_sgmcmc.health.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
@@ -37,12 +38,12 @@ class ChainHealth(StepClaimant):
     For each parameter tensor it compares the kinetic and the configurational temperature with the target's τ, and
     estimates the share of mini-batch noise in the variance of a step; for the chain, it tests whether the energy still
     drifts (formulas in `lightning_sgmcmc.health.estimates`). Only steps of a sampling stage count, each with
-    its own step size and temperature. For the run it asks whether the model is at chance, whether the target takes up
-    more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
+    its own step size and temperature. For the run it asks whether the model is at chance, whether it has
+    too many parameters for the data, how many relaxation times a stage covers and, at the end and with a
     `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples;
     and with a contour, whether it does nothing or gives one sample all the weight.
     A preconditioner that adapts while samples are drawn is a note. With a `MetropolisTest`, which makes the law exact,
-    the heat of its steps is no finding, but a low acceptance is.
+    the excess variance of its steps is not a finding, but a low acceptance is.
     A configurational temperature below the target's is a note in a cyclical run: its samples are a cold ensemble.
 
     The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and
@@ -226,7 +227,9 @@ class ChainHealth(StepClaimant):
         accepted = None if has_diverged or rates is None else float(of_chains(rates.mean().reshape(1)))
         facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
-        module.health = report = report.with_divergence() if has_diverged else report
+        report = report.with_divergence() if has_diverged else report
+        report = with_held_out(report, evaluation, facts.baseline is None and facts.temperature != 0)
+        module.health = report = report.with_remedies(callback.remedy for callback in declared(trainer))
         self._publish(trainer, report, is_final or has_diverged)
 
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:

@@ -162,7 +162,7 @@ class Estimates:
         return EnergySummary(mean, math.sqrt(max(square - mean**2, 0.0)), expected)
 
     def mean_nll(self, num_data: int) -> tuple[float, float] | None:
-        """Return the training data's mean NLL per datum and the half-width of its interval; None if not recorded."""
+        """Return the training data's mean NLL per example and the half-width of its interval; None if not recorded."""
         log_priors = self._log_priors
         if log_priors is None:
             return None

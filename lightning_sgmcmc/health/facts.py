@@ -53,7 +53,7 @@ def facts_of(
 
 
 def chance_nll(chains: Chains) -> float | None:
-    """Return the NLL per datum of a model that knows the labels' frequencies alone, by the fit's first batches."""
+    """Return the NLL per example of a model that knows the labels' frequencies alone, by the fit's first batches."""
     energies, likelihood = chains.energies, chains.model.likelihood
     first = None if energies is None else energies.first_batches
     if first is None or likelihood is None or not first.targets:

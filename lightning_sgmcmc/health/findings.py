@@ -16,6 +16,7 @@ class FindingKind(str, Enum):
 
     DIVERGENCE = "divergence"
     AT_CHANCE = "at chance"
+    GUESSING = "guessing"
     CLIPPING = "clipping"
     ACCEPTANCE = "acceptance"
     KINETIC = "kinetic temperature"
@@ -27,6 +28,8 @@ class FindingKind(str, Enum):
     CONTOUR = "contour"
     CHAINS = "chains"
     AVERAGE = "average"
+    TREND = "trend"
+    CALIBRATION = "calibration"
     PRECONDITIONER = "preconditioner"
     OTHER = "other"
     """A kind from a file that this version does not know."""
@@ -39,6 +42,8 @@ class FindingKind(str, Enum):
 HEATING = (FindingKind.DIVERGENCE, FindingKind.KINETIC, FindingKind.CONFIGURATIONAL, FindingKind.GRADIENT_NOISE)
 COLD = (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL)
 """Temperatures, which may also be below the target's: then they rank beside the energy."""
+OF_HELD_OUT = (FindingKind.GUESSING, FindingKind.TREND, FindingKind.CALIBRATION)
+"""Findings on held-out data."""
 _ORDER = tuple(FindingKind)
 
 
@@ -66,7 +71,7 @@ class Finding:
 
     @property
     def is_heat(self) -> bool:
-        """Whether the chain is too hot, which a smaller step cures."""
+        """Whether the chain has excess variance, which a smaller step reduces."""
         return self.kind in HEATING and self.side != "below"
 
     @property

@@ -5,7 +5,7 @@ a run's folder is its JSON form, and `sgmcmc report` reads that file.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -63,9 +63,9 @@ class RunMeasures:
     """Numbers of the run as a whole; None without a measurement.
 
     Attributes:
-        nll: mean negative log likelihood per datum of the training data in the sampling stages, in nats.
+        nll: mean negative log likelihood per example of the training data in the sampling stages, in nats.
         chance_nll: the same of a model that knows the labels' frequencies alone (in regression, their mean).
-        heat: τ·d/2, the energy that d harmonic coordinates take up at the temperature, in nats.
+        heat: τ·d/2, the thermal energy of d harmonic coordinates at the temperature, in nats.
         relaxation_times: relaxation times of the prior's directions that a sampling stage covers.
         prior_norm: mean of ‖θ‖²/(d·σ²), σ the prior's standard deviation; τ at equilibrium where the prior decides.
         rhat: split R-hat of the predictions, the worst over some data.
@@ -144,6 +144,16 @@ class HealthReport:
         together = ranked([*self.findings, *known])
         has_problem = any(finding.severity == "problem" for finding in together)
         return replace(self, findings=together, verdict="warning" if has_problem else self.verdict)
+
+    def with_remedies(self, remedies: Iterable[Callable[[str, str | None], str | None]]) -> "HealthReport":
+        """Return this report with the remedies that a run's callbacks name in place of those of a run without them."""
+        known = tuple(remedies)
+
+        def own(finding: Finding) -> str:
+            named = (remedy(finding.kind.value, finding.side) for remedy in known)
+            return next((text for text in named if text is not None), finding.remedy)
+
+        return replace(self, findings=tuple(replace(f, remedy=own(f)) for f in self.findings))
 
     def with_divergence(self) -> "HealthReport":
         """Return this report with divergence as its first finding."""

@@ -1,4 +1,4 @@
-"""The verdict on a run as a whole: is it at chance, relaxed, too hot for its data, mixed, better with more samples?"""
+"""The verdict on a run: is it at chance, relaxed, too large for its data, mixed, better with more samples?"""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ AT_CHANCE = 0.05
 LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
 LOST_SHARE = 0.25
-"""A target is too hot for its data if it takes up `HOT_SHARE` of the energy of chance, and its samples lose this."""
+"""A target has too many parameters for the data if its thermal energy is `HOT_SHARE` of the energy of chance, and its
+samples lose this share."""
 LEAST_SHARE = 2e-3
 """A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
 SELDOM_ACCEPTED = 0.1
@@ -59,7 +60,7 @@ class ContourUse:
 
 @dataclass(frozen=True)
 class AverageGrowth:
-    """How the model average's NLL, in nats per datum, changed with the number of samples, lowest with `best` of them.
+    """How the model average's NLL, in nats per example, changed with the number of samples, lowest with `best` of them.
 
     `single` is the NLL of each sample, and `certain` whether the difference's interval over the data is off zero.
     """
@@ -80,7 +81,7 @@ class RunFacts:
         temperature: τ of the sampling stages, 0 for an optimization; None uses the observed one.
         num_chains: chains of the run.
         num_data: N.
-        chance_nll: NLL per datum of a model that knows the labels' frequencies alone, in nats.
+        chance_nll: NLL per example of a model that knows the labels' frequencies alone, in nats.
         has_classes: whether that is an entropy, so that a share of it is meaningful.
         prior_norm: the factors (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ).
         relaxation_times: those that the plan expects.
@@ -94,7 +95,7 @@ class RunFacts:
         is_full_batch: whether a batch has all data and the network drops nothing out, so gradients have no noise.
         adapting: the sampler whose preconditioner adapts while samples are drawn, None without.
         acceptance: mean acceptance probability of a `MetropolisTest`, None without. The test makes the law exact, so
-            no heat or clipping of the steps is a finding.
+            no excess variance or clipping of the steps is a finding.
     """
 
     temperature: float | None = None
@@ -150,7 +151,7 @@ class RunFacts:
         cold = f"call the samples a cold ensemble of temperature {at}"
         chance = self.chance_energy
         if chance is not None and heat > chance:
-            return f"{cold}: longer runs take up {heat:,.0f} nats of heat, and guessing costs {chance:,.0f}"
+            return f"{cold}: longer runs reach a thermal energy of {heat:,.0f} nats, and guessing costs {chance:,.0f}"
         factor = WANTED / covered if covered else math.inf
         if factor > LONGEST:
             return f"{cold} (the posterior needs {f'{factor:.0f} times' if factor < 1e6 else 'far more'} the steps)"
@@ -201,11 +202,11 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
     total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
     if reached is None and planned is not None and planned < LEAST_RELAXATION_TIMES:
-        return COLD, f"a sampling stage covers {planned:.2g} relaxation times of {WANTED:g}"
+        return COLD, f"a sampling stage covers {planned:.2g} of {WANTED:g} required relaxation times"
     if reached is None:
         return None, "its temperatures were not measurable in this run"
     if reached < COLD_BELOW * tau:
-        times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED:g}"
+        times = "" if measured is None else f", as after {measured:.2g} of {WANTED:g} required relaxation times"
         at = "near 0" if reached <= LEAST_SHARE * tau else f"{reached:.2g}"
         return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
     if tau < 1:
@@ -229,7 +230,11 @@ def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
         remedy = "take a smaller zeta (`auto=True` finds one), or a weight_exponent below 1"
         found.append(Finding(FindingKind.CONTOUR, sentence, "above", remedy=remedy))
     if use.steps >= LEAST_STEPS and use.spread < FLAT:
-        worth = "" if use.efficiency is None else f", and the weights are worth {100 * use.efficiency:.0f} %"
+        worth = (
+            ""
+            if use.efficiency is None
+            else f", and the effective sample size is {100 * use.efficiency:.0f} % of the samples"
+        )
         sentence = (
             f"contour: it does nothing: κ differs from 1 by {use.spread:.2g} (root mean square over {use.steps:,} "
             f"steps){worth}: the run is one without a contour"
@@ -251,7 +256,7 @@ def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> F
         return None
     known = "labels' frequencies" if facts.has_classes else "mean of the targets"
     sentence = (
-        f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per datum, and guessing by the "
+        f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per example, and guessing by the "
         f"{known} has {facts.chance_nll:.3g}"
     )
     heat, chance = report.run.heat, facts.chance_energy
@@ -263,7 +268,7 @@ def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> F
 
 
 def _target(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Finding | None:
-    """Return the finding of a target that takes up so much heat that its samples lose what the data say."""
+    """Return the finding of a target whose thermal energy is so large that its samples lose what the data say."""
     heat, chance, nll = report.run.heat, facts.chance_energy, report.run.nll
     if heat is None or chance is None or nll is None or facts.num_data is None or heat < HOT_SHARE * chance:
         return None
@@ -272,15 +277,16 @@ def _target(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Find
     if nll * facts.num_data < LOST_SHARE * chance or (estimates.drift() <= 0 and report.kind != POSTERIOR):
         return None
     sentence = (
-        f"target: at temperature {report.temperature:.3g} it takes up {heat:,.0f} nats of heat, and guessing costs "
-        f"{chance:,.0f}: its samples have an NLL of {nll:.3g} on the training data, guesses {facts.chance_nll:.3g}, "
+        f"target: too many parameters for the data: at temperature {report.temperature:.3g} their thermal energy is "
+        f"{heat:,.0f} nats, and guessing costs {chance:,.0f}: its samples have an NLL of {nll:.3g} on the training "
+        f"data, guesses {facts.chance_nll:.3g}, "
         "and no step size changes that"
     )
     return Finding(FindingKind.TARGET, sentence, "above", remedy=_cooler(report, heat, chance))
 
 
 def _cooler(report: HealthReport, heat: float, chance: float) -> str:
-    """Return the remedy for a target with too much heat: the temperature at which it is a tenth of chance's energy."""
+    """Return the remedy for a target with too much thermal energy: where it is a tenth of chance's energy."""
     return f"lower the temperature (to {report.temperature * 0.1 * chance / heat:.1g}), or use a narrower prior"
 
 
@@ -320,7 +326,7 @@ def _preconditioner(facts: RunFacts) -> Finding | None:
         return None
     sentence = (
         f"preconditioner: that of {facts.adapting} adapts while samples are drawn, and the divergence Γ is omitted, so "
-        "the law is not exact at any step size"
+        "the samples' distribution is not exact at any step size"
     )
     remedy = "pass adapt='burn-in' to the sampler, which freezes it in the sampling stages"
     return Finding(FindingKind.PRECONDITIONER, sentence, remedy=remedy, severity="note")

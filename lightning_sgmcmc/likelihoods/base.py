@@ -142,7 +142,7 @@ class Likelihood(nn.Module):
 
         The defaults are `rmse`, `nll` and, with a distribution function, the share of targets in the central 50 % and
         90 % intervals. A count on an interval's edge belongs to it by the share that makes the interval exact. All but
-        `nll`, which is of a datum's numbers together, are of single numbers.
+        `nll`, which is of an example's numbers together, are of single numbers.
 
         Args:
             terms: the averages of `terms` and `target_terms`.
@@ -242,7 +242,7 @@ class Likelihood(nn.Module):
         return None
 
     def chance_nll(self, target: Tensor) -> float | None:
-        """Return the lowest mean NLL per datum of a constant output, in nats; None if the likelihood does not know.
+        """Return the lowest mean NLL per example of a constant output, in nats; None if the likelihood does not know.
 
         Args:
             target: targets of many data.

@@ -93,7 +93,7 @@ class MultiLabelBernoulli(Likelihood):
 
 
 class _DenseCategorical(Likelihood):
-    """Base of the likelihoods with a label for each of a datum's places: its pixels or tokens."""
+    """Base of the likelihoods with a label for each of an example's places: its pixels or tokens."""
 
     per_sample_term = "dense_probabilities"
     applies_itself = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax)
@@ -179,8 +179,8 @@ class _DenseCategorical(Likelihood):
 class PixelCategorical(_DenseCategorical):
     """Segmentation: a label for each pixel, log p(y|x,θ) = Σ over the pixels that count of log softmax(output)_y.
 
-    Output (n, K, …) as of a convolution, target integer labels (n, …). A datum is an image: its log-likelihood is the
-    sum over its pixels, so `num_data` counts images. Predictive probabilities have the classes last, (n, …, K).
+    Output (n, K, …) as of a convolution, target integer labels (n, …). An example is an image: its log-likelihood is
+    the sum over its pixels, so `num_data` counts images. Predictive probabilities have the classes last, (n, …, K).
     `nll` is of the image's pixels together, `pixel_nll` the mean of single pixels, `iou` the classes' mean intersection
     over union.
 
@@ -202,7 +202,7 @@ class PixelCategorical(_DenseCategorical):
 class TokenCategorical(_DenseCategorical):
     """A label for each token, log p(y|x,θ) = Σ over the tokens that count of log softmax(output)_y.
 
-    Output (n, T, K), target integer labels (n, T). A datum is a sequence: its log-likelihood is the sum over its
+    Output (n, T, K), target integer labels (n, T). An example is a sequence: its log-likelihood is the sum over its
     tokens, so `num_data` counts sequences. The target of a language model is the next token at each place. A causal
     model of transformers whose batches are dicts with labels=input_ids gets it from these, shifted by one, without
     what the attention mask hides. `nll` is of the sequence's tokens together, `token_nll` the mean of single tokens.

@@ -17,7 +17,7 @@ from lightning_sgmcmc.tensors import widest
 class Gaussian(Likelihood):
     """Regression: y = output + noise, log p(y|x,θ) = Σ_d log N(y_d; output_d, std²).
 
-    Output and target of one shape: (n,), (n, D), sequences (n, T, D) or fields (n, C, H, W). A datum is one entry of
+    Output and target of one shape: (n,), (n, D), sequences (n, T, D) or fields (n, C, H, W). An example is one entry of
     the first axis, and its log density is the sum over its numbers, so `num_data` counts sequences and images.
 
     Args:

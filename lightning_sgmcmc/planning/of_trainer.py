@@ -130,6 +130,8 @@ def _class_facts(curvature: Tensor, start: Tensor, outputs: int) -> dict[str, Te
 
 TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
+WORTH_SAYING = 60.0
+"""Seconds of a run from which its duration is printed."""
 
 
 def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
@@ -173,7 +175,7 @@ def _blocks(
     chains, progress = module.chains, module.chains.progress
     groups = [{n: v for n, v in group.items() if n != "params"} for group in sampler_of(module).param_groups]
     shadow = SimpleNamespace(param_groups=groups)  # which a schedule may set without an effect on the sampler
-    steps = fit_steps(trainer) - progress.warm_steps  # a warm start is no sampler
+    steps = fit_steps(trainer) - progress.warm_steps  # a warm start is not a sampler
     if steps < 1 or not math.isfinite(steps):
         return None
 
@@ -377,4 +379,5 @@ class Planner:
             each, plan = (time.monotonic() - self._begun[1]) / (step - self._begun[0]), module.plan
             if plan is not None and plan.steps is not None:
                 module.plan = replace(plan, seconds=each * plan.steps, seconds_per_step=each)
-                rank_zero_info(duration_sentence(each * plan.steps, each))
+                if each * plan.steps >= WORTH_SAYING:
+                    rank_zero_info(duration_sentence(each * plan.steps, each))

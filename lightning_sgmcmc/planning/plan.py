@@ -23,12 +23,14 @@ After t of them a coordinate keeps e^-t of its start and has 1 - e^-2t of its va
 and the average over the last three quarters of a run without burn-in is above 0.85 of the target's temperature, which
 `ChainHealth` accepts."""
 HOT_SHARE = 0.5
-"""A target whose heat exceeds this share of the energy of chance is called hot for its data."""
+"""A target whose thermal energy exceeds this share of the energy of chance has too many parameters for its data."""
 UNKNOWN = "unknown"
 DIRECTIONS = "directions that the data leave to the prior"
 """Whose relaxation a plan knows: the likelihood's directions relax faster."""
 RELAXED = 0.8
 """Share of the target's temperature from which the directions together are called relaxed, as in `ChainHealth`."""
+HOTTEST = 1.2
+"""Share of it above which the chain is planned to be still on its way in from a start that lies too far out."""
 
 
 class RunKind(str, Enum):
@@ -96,7 +98,7 @@ class RunPlan:
 
     The numbers follow from the exact linear law of the sampler's steps in directions that the prior alone constrains.
     The likelihood's directions relax faster. Of a linear regression (a `Linear` network with `Gaussian` noise) the
-    posterior's own directions are known, and the numbers are theirs. Mini-batch noise heats a chain; it is not in the
+    posterior's own directions are known, and the numbers are theirs. Mini-batch noise adds variance; it is not in the
     plan.
 
     Attributes:
@@ -119,7 +121,7 @@ class RunPlan:
         independent_draws: n, independent draws to expect, over all chains; once they have relaxed, the error of an
             average over them is 1/√n standard deviations of the posterior.
         stages: number of sampling stages (cycles).
-        heat: τ·d/2, the energy in nats that d harmonic coordinates take up at the target's temperature.
+        heat: τ·d/2, the thermal energy in nats of d harmonic coordinates at the target's temperature.
         chance: the energy in nats of a model that guesses, N·log K for K classes; None if there are no classes.
         gradient_evaluations: per-datum gradients for each chain.
         data_passes: the same over N.
@@ -183,7 +185,7 @@ class RunPlan:
             times = WANTED / covered if covered > 0 else math.inf
             remedies = [f"{_rounded(max(times, 1.1))} times the steps" if times < math.inf else "steps with noise"]
             if self.lr is not None and 1 < times <= 10:
-                remedies.append(f"lr {self.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
+                remedies.append(f"lr {self.lr * times:.2g} at the steps with noise (check it with sgmcmc tune)")
             if self.prior_std is not None and times < math.inf and not self.is_exact:
                 remedies.append(f"prior std {self.prior_std / math.sqrt(times):.2g}")
             cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
@@ -191,52 +193,48 @@ class RunPlan:
             caution = " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
             if self.is_exact or self.parameters >= self.num_data:
                 caution = ""
-            if self.is_exact and reached is not None and reached >= RELAXED * self.temperature:
+            share = math.nan if reached is None else reached / self.temperature
+            if share > HOTTEST:
+                called = f"a longer burn-in or WarmStart, since the start is too far out (temperature {reached:.2g})"
+            elif self.is_exact and share >= RELAXED:
                 called = f"accept it, since the temperature over all directions is {reached:.2g}"
             return [
-                f"{covered:.2g} relaxation times of {WANTED:g} wanted in {_where(self)}: {', or '.join(remedies)}, "
+                f"{covered:.2g} of {WANTED:g} required relaxation times in {_where(self)}: {', or '.join(remedies)}, "
                 f"or {called}{caution}"
             ]
         if self.heat is not None and self.chance is not None and self.heat > HOT_SHARE * self.chance:
             cooler, narrower = self.temperature * HOT_SHARE * self.chance / self.heat, self.prior_std
             smaller = "" if narrower is None else f", a smaller prior std (now {narrower:.2g})"
             return [
-                f"the target takes up {self.heat:,.0f} nats of heat and guessing costs {self.chance:,.0f}, so its "
-                "samples may be little better than guesses: more data, fewer "
+                f"too many parameters for the data: at the target's temperature their thermal energy τd/2 is "
+                f"{self.heat:,.0f} nats and guessing costs {self.chance:,.0f}, so samples may be little better than "
+                "guesses: more data, fewer "
                 f"weights{smaller}, or temperature {cooler:.2g}"
             ]
         return []
 
     def sentences(self) -> list[str]:
-        """Return the plan in at most five lines of under 80 characters."""
-        name, reached = self.name or "of unknown kind", self.configurational_temperature
-        covered, draws = self.relaxation_times, self.independent_draws
+        """Return the plan in two lines of under 80 characters: what the run will be, and its length and cost."""
+        name, reached, covered = self.name or "of unknown kind", self.configurational_temperature, self.relaxation_times
         count = "" if self.samples is None else f"{_counted(self.samples, 'sample')} of "
         at = f"target temperature {self.temperature:.3g}"
         if self.temperature == 0:
             at = "temperature 0 is optimization"
         elif reached is not None:
-            at = f"temperature {reached:.2g} of {self.temperature:.3g}"
-        lines = [f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {at}."]
-        if self.temperature > 0:
-            times = UNKNOWN if covered is None else _rounded(covered)
-            lines.append(f"Relaxation times in {_where(self)}: {times} of {WANTED:g}.")
-        if self.temperature > 0 and draws is not None:
-            error = f"; averages within 1/√draws = {draws**-0.5:.2g} posterior sd"
-            if covered is None or covered < WANTED:  # the average keeps a part of the start
-                error = ""
-            lines.append(f"Independent draws: {_rounded(draws)}{error}.")
-        if self.temperature > 0 and self.heat is not None:
-            chance = "" if self.chance is None else f"; guessing costs {_short(self.chance)} nats"
-            lines.append(f"Heat at the target's temperature: {_short(self.heat)} nats{chance}.")
-        steps = None if self.steps is None else f"{_short(self.steps)} steps"
-        passes = None if self.data_passes is None else f"{_short(self.data_passes)} data passes"
-        disk = None if self.disk_bytes is None else f"{size(self.disk_bytes)} of samples"
-        memory = None if self.memory_bytes is None else f"{size(self.memory_bytes)} in memory"
-        return [*lines, f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."]
+            at = f"temperature {reached:.2g} (target {self.temperature:.3g})"
+        length = ["unknown" if self.steps is None else f"{_short(self.steps)} steps"]
+        if self.data_passes is not None:
+            length.append(_counted(self.data_passes, "epoch"))
+        if self.temperature > 0 and covered is not None:
+            length.append(f"{_rounded(covered)} relaxation times ({WANTED:g} needed)")
+        disk = "" if self.disk_bytes is None else f"; disk {size(self.disk_bytes)}"
+        return [
+            f"Plan: {name}; {count}{_counted(self.chains, 'chain')}; {at}.",
+            f"Length: {', '.join(length)}{disk}.",
+        ]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return names and values of a table of the whole plan."""
+        """Return names and values of a table of the whole plan, "unknown" where the plan has no number."""
         reached, between = self.configurational_temperature, self.configurational_range
         spread = "" if between is None else f" ({between[0]:.2g} to {between[1]:.2g} over the chains)"
         duration = "measured on the first steps"
@@ -253,15 +251,15 @@ class RunPlan:
             ("Parameters of a chain", self.parameters, whole),
             ("Target temperature", self.temperature, "{:.3g}".format),
             ("Expected configurational temperature", reached, lambda found: f"{found:.2g}{spread}"),
-            (f"Relaxation times (of {WANTED:g} wanted)", self.relaxation_times, _rounded),
+            (f"Relaxation times ({WANTED:g} required)", self.relaxation_times, _rounded),
             ("  in burn-in", self.burn_in_relaxation_times, _rounded),
             ("  in a stage of sampling", self.sampling_relaxation_times, _rounded),
             ("Slowest tensor", "all tensors together" if self.is_exact else self.slowest_tensor, str),
             ("Independent draws to expect", self.independent_draws, _rounded),
-            ("Heat of the target, nats", self.heat, rounded),
+            ("Thermal energy τ·d/2, nats", self.heat, rounded),
             ("Energy of guessing, nats", self.chance, rounded),
             ("Per-datum gradients", self.gradient_evaluations, "{:,} of each chain".format),
-            ("Data passes", self.data_passes, rounded),
+            ("Epochs", self.data_passes, rounded),
             ("Time", duration, str),
             ("Samples on disk", self.disk_bytes, size),
             ("Memory of the chains", self.memory_bytes, size),
@@ -289,7 +287,7 @@ def _where(plan: RunPlan) -> str:
 
 def duration_sentence(seconds: float, seconds_per_step: float) -> str:
     """Return the line that reports the measured time."""
-    return f"Plan: about {seconds:,.0f} s at {_rounded(seconds_per_step * 1e3)} ms a step, without evaluations."
+    return f"Time: about {seconds:,.0f} s at {_rounded(seconds_per_step * 1e3)} ms a step, without evaluations."
 
 
 def size(count: float) -> str:
@@ -318,8 +316,9 @@ def _rounded(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
-def _counted(count: int, name: str) -> str:
-    return f"{_short(count)} {name}{'' if count == 1 else 's'}"
+def _counted(count: float, name: str) -> str:
+    number = _short(count)
+    return f"{number} {name}{'' if number == '1' else 's'}"
 
 
 def with_article(name: str) -> str:
@@ -338,10 +337,10 @@ def with_article(name: str) -> str:
 
 FAR = 0.6
 """A start that takes away more than this share of the heat that the noise adds lies farther out than the target: about
-a start of 1.2 times the target's variance in a short run. What is measured then is the way in."""
+a start of 1.2 times the target's variance in a short run. What is measured then is the transient."""
 FAR_START = (
     "The chain starts farther out than its target, so its temperature is not planned: a longer burn-in, or WarmStart, "
-    "ends the way in before the draws."
+    "ends the transient before the samples."
 )
 
 

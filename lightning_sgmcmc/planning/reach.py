@@ -42,7 +42,7 @@ class Reached:
     """What one tensor reaches, the mean over the followed chains.
 
     Attributes:
-        burn_in: relaxation times of the longest stretch of noisy steps before the sampling stage, in the prior's
+        burn_in: relaxation times of the longest stretch of steps with noise before the sampling stage, in the prior's
             directions.
         sampling: those in its sampling stage.
         whole: those from the first sampling step to the end, with and without noise.

@@ -39,7 +39,7 @@ from lightning_sgmcmc.tensors import widest
 
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the temperature of class probabilities with the least NLL, above 1 for predictions that are too sure, with
+    """Return the temperature of class probabilities with the least NLL, above 1 for overconfident predictions, with
     a prior N(0, prior_std²) of its logarithm, which stabilises it for few data; None for another kind.
 
     Source: Guo et al. 2017, section 4.2.
@@ -67,9 +67,9 @@ class Calibration:
 
     Attributes:
         kind: "temperature" of class probabilities, or "std factor" of a predictive standard deviation.
-        value: the number; 1 changes nothing, above 1 the predictions were too sure.
+        value: the number; 1 changes nothing, above 1 the predictions were overconfident.
         count: number of validation data.
-        nll_before, nll_after: mean NLL of these data, in nats per datum.
+        nll_before, nll_after: mean NLL of these data, in nats per example.
         samples: identifies the samples and their weights.
     """
 
@@ -233,7 +233,7 @@ def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:
     if is_shuffled(batches) or (own is not None and own is train):
         rank_zero_warn(
             "calibrate seems to get training data (its loader shuffles, or has the fit's data set): predictions of "
-            "them are too sure, so the calibration would be wrong; pass validation data."
+            "them are overconfident, so the calibration would be wrong; pass validation data."
         )
 
 

@@ -16,7 +16,7 @@ IMPORTED = ("lightning_sgmcmc", "torch.nn", "torchvision.models", "torchvision.o
 """Packages whose modules are imported if a store names them."""
 _REFUSED = "lightning lightning_fabric peft pytorch_lightning torch torchmetrics torchvision transformers"
 REFUSED = tuple(_REFUSED.split())
-"""Packages whose other modules are refused even if imported: some of their classes read files or download."""
+"""Packages whose other modules raise an error even if imported: some of their classes read files or download."""
 TRUST = "pass net=… or model=…, or trust=True if you trust whoever wrote the folder"
 
 

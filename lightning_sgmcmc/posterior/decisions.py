@@ -112,10 +112,10 @@ class Decisions(StoredSamples):
                 batches as in training, or a datamodule, whose validation data are used.
             level: the probability, in (0, 1).
             method: for classes, "threshold" has the smallest sets, {k: p_k ≥ 1 - q}; "adaptive" has larger sets where
-                the predictive is unsure, for coverage that is more even over data; "class-conditional" has a threshold
-                by class, for the level in every class, P(y ∈ C(x) | y) ≥ level. For numbers, "threshold" has mean ±
-                q·std; "quantile" has the predictive's own interval of this level, wider or narrower by q, which follows
-                skewed predictives.
+                the predictive is uncertain, for coverage that is more even over data; "class-conditional" has a
+                threshold by class, for the level in every class, P(y ∈ C(x) | y) ≥ level. For numbers, "threshold" has
+                mean ± q·std; "quantile" has the predictive's own interval of this level, wider or narrower by q, which
+                follows skewed predictives.
             seed: of the draws by which adaptive sets have exact coverage.
 
         Raises:

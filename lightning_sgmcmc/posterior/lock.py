@@ -29,8 +29,8 @@ class InUseError(RuntimeError):
 class StoreLock:
     """Holds a folder for one fit, by a lock (`flock`) of the open file `.lock`; the folder is made if needed.
 
-    Another fit of this process is refused like one of another process. The lock ends with the process, however it ends;
-    processes forked later do not have it. Where the file system has none, only fits of this process are refused.
+    Another fit of this process raises an error like one of another process. The lock ends with the process;
+    processes forked later do not have it. Where the file system has none, only fits of this process raise an error.
     """
 
     def __init__(self, path: Path) -> None:

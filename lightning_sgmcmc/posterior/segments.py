@@ -71,7 +71,7 @@ class SegmentWalk:
             elif "rmse" in metrics:
                 values.setdefault("RMSE", []).append(metrics["rmse"])
             if "nll" in metrics:
-                values.setdefault("NLL (nats per datum)", []).append(metrics["nll"])
+                values.setdefault("NLL (nats per example)", []).append(metrics["nll"])
         return values
 
 

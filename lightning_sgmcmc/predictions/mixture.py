@@ -89,7 +89,7 @@ class Mixture:
         return self.shift + self.factor * found
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
-        """Return draws, shape (num, n, D); the D numbers of a datum are drawn from one component.
+        """Return draws, shape (num, n, D); the D numbers of an example are drawn from one component.
 
         Args:
             num: draws of each datum.

@@ -372,7 +372,7 @@ def _check_normalisation(model: EnergyModel) -> None:
     bad = next((layer for layer in layers if layer.running_mean is None), None)
     if bad is not None:
         raise ValueError(
-            f"{type(bad).__name__} without running statistics makes the energy of a datum depend on its batch, so the "
+            f"{type(bad).__name__} without running statistics makes the energy of an example depend on its batch: the "
             "posterior is not defined: use track_running_stats=True, GroupNorm or LayerNorm"
         )
     if differs_in_training(model):

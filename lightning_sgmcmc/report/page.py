@@ -11,6 +11,7 @@ from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import text_without_secrets, write_atomically
 from lightning_sgmcmc.fit.results import OPTIMIZED, is_of_optimization
+from lightning_sgmcmc.health.advice import LEVELS, Advice, advise
 from lightning_sgmcmc.health.report import POSTERIOR
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.report import html
@@ -94,26 +95,21 @@ def _sentences(run: RunRecord) -> list[str]:
 
 
 def _verdict(run: RunRecord, of_chains: list[str]) -> dict[str, Any]:
-    health = run.health
-    verdict = "unknown" if health is None else health.verdict
+    """Return the verdict: that of the run's summary, whose data it knows, else that of its health report alone."""
+    health, told, kind = run.health, run.results.get("verdict"), run.results.get("kind")
+    is_optimized = is_of_optimization(run.results)
+    kind = kind if isinstance(kind, str) else None if health is None else health.kind
+    found = advise(health, kind, is_optimized)
+    if isinstance(told, dict) and told.get("level") in LEVELS and isinstance(run.results.get("sentences"), dict):
+        texts = [str(told.get(name) or "")[:LONGEST_TEXT] for name in ("verdict", "next")]
+        found = Advice(told["level"], *texts)
     warnings, notes = ([], []) if health is None else (health.warnings, health.notes)
-    if health is None and is_of_optimization(run.results):
-        says = "No chain to check: an optimization made these networks."
-    elif health is None:
-        says = "Not recorded: the run had no ChainHealth callback."
-    elif verdict == "unknown":
-        says = "Unknown: the temperatures were not measurable in this run."
-    elif verdict == "ok":
-        says = "Healthy, with a note." if notes else "Healthy: the measured temperatures match the target's."
-    else:
-        says = "Look at this first; the most urgent comes first."
-    is_ensemble = health is not None and health.kind not in (POSTERIOR, None)
-    attention = [*warnings, *_attention(run), *([] if is_ensemble else of_chains)]
+    attention = [*warnings, *_attention(run), *(of_chains if kind in (POSTERIOR, None) else [])]
     return {
-        "kind": "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else "",
-        "says": says,
+        "kind": "bad" if attention else {"good": "good", "bad": "bad"}.get(found.level, ""),
+        "says": found.verdict,
         "findings": [*attention, *notes],
-        "advice": "" if health is None else health.advice,
+        "advice": found.next,
     }
 
 
@@ -135,7 +131,8 @@ def _attention(run: RunRecord) -> list[str]:
             if efficiency < 0.5:
                 worth = efficiency * len(run.records)
                 found.append(
-                    f"The weights are concentrated: {len(run.records)} samples are worth {worth:.1f} of equal weight."
+                    f"The weights are concentrated: the effective sample size of {len(run.records)} samples is "
+                    f"{worth:.1f}."
                 )
         except ValueError as error:
             found.append(f"The weights cannot be used: {error}.")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MARKED = "with the samples marked; of a cyclical run every second cycle is shaded"
 CAPTIONS = {
-    "energy": "The mini-batches' NLL per datum along the run and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 under "
-    f"the prior, {MARKED}.",
+    "energy": "The mini-batches' NLL per example along the run and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 "
+    f"under the prior, {MARKED}.",
     "sample_energy": "Energies of the samples, by chain.",
     "energy_histogram": "Energies of the samples.",
     "schedule": f"Step size and temperature along the run, {MARKED}.",
@@ -160,7 +160,7 @@ def schedule(history: RunHistory) -> Figures:
 
 
 def energy(history: RunHistory) -> Figures:
-    """Draw the mini-batches' NLL per datum and ‖θ‖²/(d·σ²); without data, as on an analytic density, their energies."""
+    """Draw the mini-batches' NLL per example and ‖θ‖²/(d·σ²); without data, as on a density, their energies."""
     if not len(history.scalars):
         return {}
     steps, marks = history.scalars.column(0), history.samples.column(0)

@@ -36,7 +36,7 @@ class MCLMC(Sampler):
     parameter group has a sphere of its own, with the same law.
 
     Choose it for long runs after a warm start, with γ·h of 0.01 to 0.3. There is no limit at τ = 0, where r has no
-    length, so a schedule with a cold stage is refused: optimize by `WarmStart`, and sample at τ > 0.
+    length, so a schedule with a cold stage raises an error: optimize by `WarmStart`, and sample at τ > 0.
 
     Args:
         params: parameters or parameter groups, each with at least two coordinates.

@@ -23,7 +23,7 @@ class SGHMC(Sampler):
 
     If τ = 0 throughout, it is `torch.optim.SGD(lr, momentum=1-η)`, bit for bit, with any schedule of lr. Torch stores
     `b = -v/lr` instead of v, so a change of lr rescales the velocity, and steps without noise do the same. With noise a
-    restart of the step size would then throw the chain far away, so noisy steps store v itself.
+    restart of the step size would then throw the chain far away, so steps with noise store v itself.
 
     Args:
         params: parameters or parameter groups.

@@ -154,7 +154,7 @@ class _FireflyChain:
         uniforms = torch.rand(count, generator=self.generator, dtype=self.place.dtype)
         excess = self._excess_of(self.place, index)
         self._excess[index] = excess
-        # If a datum was chosen twice, either of its draws is valid.
+        # If an example was chosen twice, either of its draws is valid.
         self._bright[index] = uniforms < -torch.expm1(-excess)
 
     def _log_joint(self, place: Tensor, excess: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Posteriors that are sums over data in the light loop: `sample_sum`, with a choice of gradient estimators.
 
 Methods are compared at equal numbers of gradient evaluations, not of steps: positions are recorded after given numbers
-of data passes. One pass is N evaluations of one datum's gradient for each chain. The cost of a step counts those of
+of epochs. One pass is N evaluations of one datum's gradient for each chain. The cost of a step counts those of
 every candidate batch, and the passes of snapshots and calibrations.
 
 Batches are drawn uniformly and independently at every step, and within a batch with replacement too, so that
@@ -43,7 +43,7 @@ class SumSamples:
     """Results of a run.
 
     Attributes:
-        passes: data passes at each mark: those of `at_passes`, or the cost of the steps; shape (S,), float64.
+        passes: epochs at each mark: those of `at_passes`, or the cost of the steps; shape (S,), float64.
         steps: steps made before each mark, shape (S,).
         positions: the chains' positions at the marks, shape (S, C, d).
         averages: averages of the observed function over the positions after each step up to the mark, float64, shape

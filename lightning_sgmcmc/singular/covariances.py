@@ -65,7 +65,7 @@ def susceptibility(observable: Tensor, perturbation: Tensor, nbeta: float) -> Co
     Args:
         observable: φ at the draws, shape (chain, draw) or (chain, draw, K), such as a component's loss from
             `sample_losses(…, part=…).mean(-1)`.
-        perturbation: ΔL at the same draws, in nats per datum, shape (chain, draw) or (chain, draw, P).
+        perturbation: ΔL at the same draws, in nats per example, shape (chain, draw) or (chain, draw, P).
         nbeta: n·β of the chains.
 
     Raises:

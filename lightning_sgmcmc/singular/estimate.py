@@ -45,7 +45,7 @@ class LearningCoefficientEstimate:
         nbeta: n·β, the inverse temperature of the mean loss.
         gamma: γ; None if parameters have different ones.
         num_data: n.
-        center_loss: L(w*) over all data, in nats per datum, the mean over chains.
+        center_loss: L(w*) over all data, in nats per example, the mean over chains.
         traces: n·β·(L - L(w*)) of each chain at each step or draw after the burn-in, shape (C, T).
         steps: the optimizer step of each, shape (T,).
         loss: what L is at a step: "own", "full" or "step" (see `LearningCoefficient`).

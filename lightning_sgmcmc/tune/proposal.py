@@ -19,7 +19,7 @@ HALVINGS = 2
 MOST_RIVALS = 4
 """Healthy steps above the chosen one that are tried in longer runs."""
 LEAST_LOSS = 0.002
-"""A larger NLL by less than this, in nats per datum, is no difference."""
+"""A larger NLL by less than this, in nats per example, is no difference."""
 
 
 class Limit(str, Enum):
@@ -31,9 +31,9 @@ class Limit(str, Enum):
     EXPLORATION = "exploration", "Exploration at a larger lr does not train: it diverges, or undoes what was learned."
     GRADIENT_NOISE = (
         "gradient noise",
-        "At a larger lr the mini-batch noise heats the chain: more data per batch allow one.",
+        "At a larger lr the mini-batch noise inflates the variance: more data per batch allow one.",
     )
-    DISCRETIZATION = "discretization", "At a larger lr the discretization heats the chain."
+    DISCRETIZATION = "discretization", "At a larger lr the discretization inflates the variance."
     CHANCE = "at chance", "At a larger lr the model does no better than chance."
     VALIDATION = "validation", "A larger lr is healthy, but its average predicts the validation data worse."
     ENERGY_ERROR = (
@@ -66,7 +66,7 @@ class Probe:
         configurational: configurational temperature of all tensors together, None if the run diverged.
         noise_share: the largest share of mini-batch noise in a tensor's step.
         energy: mean Ũ of the sampling stage in nats.
-        nll: NLL of the average on the validation data in nats per datum, None without such data.
+        nll: NLL of the average on the validation data in nats per example, None without such data.
         limit: what makes it unhealthy, None if nothing does.
         reason: a sentence on that, else "".
         log_density: log density of the average at each validation datum, for paired comparisons.
@@ -98,7 +98,7 @@ class Probe:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing heats the chain beyond the tolerance, and the exploration stage trains."""
+        """Whether nothing inflates the chain's variance beyond the tolerance, and the exploration stage trains."""
         return self.limit is None
 
     @property

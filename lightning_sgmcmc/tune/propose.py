@@ -79,11 +79,11 @@ def propose_lr(
     where these data speak against the largest healthy step, longer probes decide. If none is healthy, it is the best of
     those tried.
 
-    `MCLMC` and `pMCLMC`, which cannot heat, get the lr at which the energy error of a step has a variance of 5e-4 for
-    each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both ends of a step are
-    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.propose.EnergyErrors`), so the energies' noise
-    between batches does not count. They also get a friction, from the width of the positions in the probes; all
-    chains get one.
+    `MCLMC` and `pMCLMC`, which have no excess variance, get the lr at which the energy error of a step has a
+    variance of 5e-4 for each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both
+    ends of a step are taken on the step's own mini-batch (see `lightning_sgmcmc.tune.propose.EnergyErrors`), so the
+    energies' noise between batches does not count. They also get a friction, from the width of the positions in the
+    probes; all chains get one.
 
     The call restores the module: parameters and buffers, lr, evaluations.
 
@@ -122,7 +122,7 @@ def propose_lr(
     runs = ShortRuns(module, data, make_trainer)
     own = getattr(runs.schedule, "temperature", None)
     if not any(values_of(module.temperature if own is None else own)):
-        raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
+        raise ValueError("at temperature 0 the chain does not sample, so no step has excess variance: set temperature")
     module.configure_model()  # stacks several chains, for good
     with runs.restored():
         return _proposal(runs, steps, burn_in_steps, tolerance, max_probes)
@@ -357,7 +357,7 @@ class EnergyProber(Prober):
 
     def _first_steps(self) -> list[StepControls]:
         """Return those of a burn-in of at most three probes' lengths at the full lr: the scale of a full gradient shows
-        only while the chain moves, and MCLMC cannot heat on the way."""
+        only while the chain moves, and MCLMC cannot inflate the variance on the way."""
         return [HOT] * min(round(self.form.lead), LONGEST * self.steps) if self.runs.has_preconditioner else []
 
     def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:

@@ -1,95 +1,102 @@
 """The picture of README: `python -m tests.benchmarks.readme_picture --out docs/readme.png`.
 
-A regression network (1-12-12-1, N = 200 with a gap in the data): its exact posterior by full-gradient HMC, four
-networks that AdamW trains, and four chains of a fit with as many gradients. Each panel has the median and the central
-90 % of the function, and in its title the distance from the posterior: W₁ over the posterior's standard deviation, the
-mean over inputs. HMC's own chains are as far from one another as the last figure printed.
+`sgmcmc fit --baselines` on the main example, mini-batches and no settings. Left: the NLL of the test data for each
+sample, for the average of the samples so far, and for one network and an ensemble of four at equal cost. Right: the
+test image of which the average is least certain, with the classes' probabilities and the samples' central 90 %.
 """
 
 import argparse
+import json
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_sgmcmc.batches import ResumableLoader
-from lightning_sgmcmc.callbacks import DeepEnsemble, SampleCollector
-from lightning_sgmcmc.datamodules import TensorBatches
-from tests.benchmarks.truth import PROBLEMS, Setting, module_of, reference, run
-from tests.support.hmc import Array, between_chains, distance
-from tests.support.trainers import quiet_trainer
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.cli import main as sgmcmc
+from lightning_sgmcmc.datamodules import DigitsDataModule
+from lightning_sgmcmc.predictions import ClassPrediction
+from tests.support.paths import REPOSITORY
 
-PROBLEM = PROBLEMS["regression"]
-FIT = Setting("regression", 3_000, 1e-3, 2.0)
-GREY, ORANGE, BLUE = "#777777", "#D55E00", "#0072B2"
-
-
-def ensemble(steps: int, seed: int = 0) -> Array:
-    """Return the functions of four networks, shape (4, 1, columns), each trained by so many steps."""
-    torch.manual_seed(seed)
-    module = module_of(PROBLEM, lr=0.003, num_chains=4, chain_execution="vmap", seed=seed)
-    collector = SampleCollector(in_memory=True)
-    data = TensorBatches(*(torch.tensor(each, dtype=torch.float32) for each in (PROBLEM.target.x, PROBLEM.target.y)))
-    trainer = quiet_trainer(max_steps=steps, callbacks=[DeepEnsemble(optimizer=torch.optim.AdamW), collector])
-    trainer.fit(module, ResumableLoader(data, batch_size=len(PROBLEM.target.x), seed=seed))
-    assert collector.posterior is not None
-    grid = torch.tensor(PROBLEM.grid, dtype=torch.float32)
-    prediction = collector.posterior.predict(grid, return_samples=True)
-    values: Array = prediction.sample_means.double().flatten(1).numpy()  # type: ignore[union-attr]
-    return values[:, None]
+RECIPE = REPOSITORY / "recipes" / "digits_auto.yaml"
+GREY, ORANGE, BLUE, GREEN = "#999999", "#D55E00", "#0072B2", "#009E73"
+LINES = {"sgd": ("one network", GREEN), "ensemble": ("ensemble of 4", BLUE)}
 
 
-def draw(panels: dict[str, tuple[str, Array]], truth: Array, path: Path) -> None:
-    """Draw one panel for each title, with HMC's band below.
+def fitted(folder: Path, epochs: int) -> tuple[Posterior, dict[str, float]]:
+    """Run the example with its baselines in a folder; return the samples, and the test NLL of each method."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        options = [f"--trainer.max_epochs={epochs}", "--trainer.enable_progress_bar=false"]
+        sgmcmc(["fit", "--config", str(RECIPE), "--baselines", *options])
+        run = next(folder.glob("runs/*/version_0"))
+        rows = json.loads((run / "results.json").read_text())["rows"]
+        return Posterior.load(run), {row["method"]: row["value"] for row in rows if row["metric"] == "nll"}
+    finally:
+        os.chdir(before)
 
-    Args:
-        panels: colour and functions, shape (chains, draws, columns), by title.
-        truth: functions of the HMC draws, of the same form.
-        path: the PNG to write.
-    """
+
+def running(prediction: ClassPrediction, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the NLL of each sample, and of the weighted average of the first 1, 2, … samples, shape (S,)."""
+    assert prediction.sample_probabilities is not None
+    each = prediction.sample_probabilities[:, torch.arange(len(y)), y]
+    sums = (weights[:, None] * each).cumsum(0) / weights.cumsum(0)[:, None]
+    return -each.log().mean(1), -sums.log().mean(1)
+
+
+def draw(prediction: ClassPrediction, weights: Tensor, data: Any, others: dict[str, float], path: Path) -> None:
+    """Write the picture."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    at = PROBLEM.grid[:, 0]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(7.2, 2.7), sharey=True, constrained_layout=True)
-    for axis, (title, (color, values)) in zip(axes, panels.items(), strict=True):
-        for draws, shade, label in ((truth, GREY, "posterior (HMC)"), (values, color, title.split("\n")[0])):
-            low, middle, high = np.quantile(draws.reshape(-1, draws.shape[-1]), (0.05, 0.5, 0.95), axis=0)
-            axis.fill_between(at, low, high, color=shade, alpha=0.35, linewidth=0)
-            axis.plot(at, middle, color=shade, linewidth=1.2, linestyle="--" if shade == GREY else "-", label=label)
-        axis.plot(PROBLEM.target.x[:, 0], PROBLEM.target.y[:, 0], ".", color="black", markersize=1.5)
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("input")
-        axis.legend(fontsize=7, loc="upper left")
-    axes[0].set_ylabel("output")
-    figure.savefig(path, dpi=110)
+    single, average = running(prediction, weights, data.targets)
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(8, 2.8), width_ratios=[2.2, 0.8, 1.6], constrained_layout=True
+    )
+    at = range(1, len(single) + 1)
+    left.plot(at, single, ".", color=GREY, markersize=4, label="single samples")
+    left.plot(at, average, color=ORANGE, linewidth=2, label="their average")
+    for name, (label, color) in LINES.items():
+        left.axhline(others[name], color=color, linewidth=1.2, linestyle="--", label=label)
+    left.set(xlabel="samples", ylabel="NLL per test image", title="Digits: better than its samples")
+    left.legend(fontsize=8)
+    image = int(prediction.probabilities.amax(1).argmin())
+    middle.imshow(data.inputs[image].reshape(8, 8), cmap="gray_r")
+    middle.set(xticks=[], yticks=[], title="least certain")
+    low, high = (bound[image] for bound in prediction.interval(0.9))
+    probability = prediction.probabilities[image]
+    right.bar(range(10), probability, color=ORANGE, alpha=0.6)
+    right.vlines(range(10), low, high, color="black")
+    right.set(xticks=range(10), ylim=(0, 1), xlabel="class", title="probability, 90 % of samples")
+    for axis in (left, middle, right):
+        axis.title.set_fontsize(10)
+    figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
-    parser.add_argument("--draws", type=int, default=300, help="draws of each HMC chain, after as many to adapt")
-    parser.add_argument("--keep", type=Path, help="file with the HMC draws, read if it exists and else written")
+    parser.add_argument("--epochs", type=int, default=200, help="epochs of the run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = options.keep
-    truth = np.load(kept) if kept and kept.exists() else reference(PROBLEM, 4, options.draws, options.draws)
-    if kept:
-        np.save(kept, truth)
-    pooled = truth.reshape(-1, truth.shape[-1])
-    std = pooled.std(0)
-    fit, facts = run(FIT)
-    members = ensemble(FIT.steps + FIT.warm_start)
-    panels = {}
-    for title, color, values in (("ensemble of four networks", BLUE, members), ("lightning-sgmcmc", ORANGE, fit)):
-        away = distance(values.reshape(-1, values.shape[-1]), pooled, std)
-        panels[f"{title}\ndistance from the posterior {away:.2f}"] = (color, values)
-        print(f"{title}: {away:.3f}")
-    print(f"HMC chain to chain: {between_chains(list(truth), std):.3f}; the fit is a {facts['kind']}")
-    draw(panels, truth, options.out)
+    with tempfile.TemporaryDirectory() as folder:
+        posterior, others = fitted(Path(folder), options.epochs)
+        digits = DigitsDataModule()
+        digits.setup("test")
+        data = digits.splits[2]
+        prediction = posterior.predict(data.inputs, return_samples=True)
+        assert isinstance(prediction, ClassPrediction)
+        weights = torch.tensor([record.log_weight for record in posterior.records]).double().softmax(0)
+        draw(prediction, weights, data, others, options.out)
+    for name in ("single", "bma", *LINES):
+        print(f"{name}: {others[name]:.4f}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ CONTENDER = 1.125
 LEAST_GAIN = 0.25
 """A run is wrecked if its average gains less than this share of the energy of chance."""
 LEAST_LOSS = 0.002
-"""As in `lightning_sgmcmc.tune.proposal`: a loss below this, in nats per datum, is no difference."""
+"""As in `lightning_sgmcmc.tune.proposal`: a loss below this, in nats per example, is no difference."""
 STARTS = [10 ** (7 * place / 9 - 6) for place in range(10)]
 """From 10⁻⁶ to 10 times the best step."""
 SAMPLERS: dict[str, tuple[Any, float]] = {
@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def nll(self) -> float:
-        """Of the average on the validation data, in nats per datum."""
+        """Of the average on the validation data, in nats per example."""
         return math.inf if self.log_density is None else -float(self.log_density.mean())
 
     @property

@@ -95,7 +95,7 @@ def frozen() -> nn.Module:
         (
             lambda: MeanLikelihood(net=nn.Linear(2, 2), likelihood=Categorical()),
             ValueError,
-            r"log_likelihood\(batch\) must return one number per datum, shape \(n,\), got \(\)",
+            r"log_likelihood\(batch\) must return one number per example, shape \(n,\), got \(\)",
         ),
         (
             lambda: module(sampler=UnderdampedLangevin, lr=3.0),

@@ -150,14 +150,14 @@ def test_segments_are_evaluated_like_samples_and_their_ends_are_the_samples(tmp_
     for (_, _, values), (first, second) in zip(segments, [(0, 1), (2, 3), (1, 3)], strict=True):
         for place, member in ((0, members[first]), (-1, members[second])):
             assert values["error"][place] == pytest.approx(1 - member["accuracy"], abs=1e-6)
-            assert values["NLL (nats per datum)"][place] == pytest.approx(member["nll"], rel=1e-5)
+            assert values["NLL (nats per example)"][place] == pytest.approx(member["nll"], rel=1e-5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     posterior = Posterior.load(tmp_path / "s")
     module.load_state_dict(interpolate(posterior[1].state, posterior[3].state, 0.25))
     module.eval()
     x, y = val.dataset.tensors  # type: ignore[attr-defined]
     nll = nn.functional.cross_entropy(module(x), y).item()
-    assert segments[2][2]["NLL (nats per datum)"][1] == pytest.approx(nll, rel=1e-5)
+    assert segments[2][2]["NLL (nats per example)"][1] == pytest.approx(nll, rel=1e-5)
 
 
 def test_the_geometry_is_that_of_the_samples(tmp_path: Path) -> None:

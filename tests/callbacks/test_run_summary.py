@@ -1,5 +1,6 @@
 """RunSummary through the trainer: five sentences, rows of single samples and cycles, and the name of the run."""
 
+import html
 import json
 import warnings
 from pathlib import Path
@@ -49,10 +50,16 @@ def test_a_fit_a_test_in_another_process_and_the_report(capsys: pytest.CaptureFi
     assert rows["first_cycle", "nll"] == evaluation.running[3]["nll"], "two samples of each of two chains"
     assert module.health is not None
     assert found["kind"] == module.health.kind
-    assert found["verdict"] == {"verdict": module.health.verdict, "advice": module.health.advice}
+    assert found["verdict"].keys() == {"level", "verdict", "next"}
+    assert found["sentences"]["next"] == f"Next: {found['verdict']['next']}."
+    text = Path("sgmcmc/summary.txt").read_text()
+    assert all(sentence in text for sentence in found["sentences"].values())
+    assert "best" not in printed, "the best single sample is chosen on the same data"
+    assert all(finding.sentence in text for finding in module.health.findings)
     assert "ess" not in {row["metric"] for row in found["rows"]}, "all weights are equal"
     page = write_report("sgmcmc").read_text()
     assert page.index("In five sentences") < page.index("Optimizer steps")
+    assert f"What next: {found['verdict']['next']}." in html.unescape(page)
 
     test = quiet_trainer(callbacks=[SampleCollector(folder), BayesianModelAverage(), RunSummary()])
     test.test(classifier(), val, verbose=False)
@@ -69,7 +76,7 @@ def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixt
     said = results()["sentences"]
     assert said["gain"] == "There is one sample, so the model average is that sample."
     assert said["sampled"].startswith("Sampled the posterior? No, this is a snapshot ensemble")
-    assert said["next"] == "Next: compare this baseline with a run that samples, by sgmcmc compare."
+    assert said["next"].startswith("Next: calibrate the predictions"), "one epoch leaves an underconfident network"
 
 
 NAMES_LIKE_MARKUP = (

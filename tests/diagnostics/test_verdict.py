@@ -108,7 +108,7 @@ def test_a_target_with_more_heat_than_data_is_not_sampled_longer() -> None:
     """8,456 weights take up 4,228 nats, and 1,000 data are worth 2,300: the advice is not a longer run."""
     known = facts(num_data=1000, is_cyclical=True)
     report = assess(seen(configurational=0.3, num_data=1000), 1, facts=known)
-    assert "longer runs take up 4,228 nats of heat, and guessing costs 2,300" in report.advice
+    assert "longer runs reach a thermal energy of 4,228 nats, and guessing costs 2,300" in report.advice
 
 
 @pytest.mark.parametrize(

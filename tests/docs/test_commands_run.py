@@ -17,7 +17,7 @@ COMMANDS = (
     "tests.benchmarks.contour_step --rounds 1 --scale 0.01",
     "tests.benchmarks.learning_coefficient --steps 20 --sizes 1",
     "tests.benchmarks.predict --rounds 1 --samples 2",
-    "tests.benchmarks.readme_picture --out OUT/readme.png --draws 3",
+    "tests.benchmarks.readme_picture --out OUT/readme.png --epochs 10",
     "tests.benchmarks.sampler_step --rounds 1",
     "tests.benchmarks.trainer_step --networks 'MLP 784-400' --samplers SGHMC --chains 1",
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import code_blocks
-from tests.docs.test_readme import README, program
+from tests.docs.test_readme import README, lines_of_readme
 from tests.support.paths import REPOSITORY
 
 PREAMBLE = """
@@ -38,8 +38,7 @@ def program_of(page: str) -> str:
     """Return what a page runs, in the order in which it is written, without its seeds."""
     path = REPOSITORY / page
     if path == README:
-        diff, *_ = (block.code for block in code_blocks(path) if block.language == "diff")
-        code = [program(diff, "+"), *(block.code for block in code_blocks(path) if block.language == "python")]
+        code = [lines_of_readme().replace(*SHORTER)]
     elif path.suffix == ".py":
         code = [path.read_text().replace(*SHORTER)]
     else:

@@ -125,7 +125,7 @@ def test_geometry_is_coloured_by_cycle_or_chain(cycles: list[int], chains: list[
 
 
 def test_segments_have_one_row_for_each_figure_of_merit_and_name_each_kind_once() -> None:
-    values = {"error": [0.1, 0.5, 0.1], "NLL (nats per datum)": [1.0, 3.0, 1.0]}
+    values = {"error": [0.1, 0.5, 0.1], "NLL (nats per example)": [1.0, 3.0, 1.0]}
     segments = [("between cycles", "step 1 to step 2", values), ("between cycles", "step 2 to step 3", values)]
     figure = figures_samples.segments_figure([0, 0.5, 1], segments, "test data")
     assert [axes.get_ylabel() for axes in figure.axes] == list(values)

@@ -141,7 +141,7 @@ def test_metrics_of_several_labels() -> None:
 
 
 def test_chance_is_the_entropy_of_the_labels() -> None:
-    """Of what counts only, in nats per datum; a constant output has it exactly."""
+    """Of what counts only, in nats per example; a constant output has it exactly."""
     target = labels(8, 10, classes=3, ignored=0.2)
     shares = target[target >= 0].unique(return_counts=True)[1].double()
     constant = (shares / shares.sum()).log().expand(8, 10, 3)

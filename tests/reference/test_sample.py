@@ -292,7 +292,9 @@ def test_batch_norm_and_dropout_are_computed_in_evaluation_mode() -> None:
     whole = problem(regression(net=net), 1000)
     torch.testing.assert_close(given.energy(whole.initial)[0], whole.energy(whole.initial)[0])
     bad = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 1))
-    with pytest.raises(ValueError, match="BatchNorm1d without running statistics makes the energy of a datum depend"):
+    with pytest.raises(
+        ValueError, match="BatchNorm1d without running statistics makes the energy of an example depend"
+    ):
         problem(regression(net=bad))
 
 

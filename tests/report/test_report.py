@@ -327,7 +327,7 @@ def test_weights(tmp_path: Path) -> None:
     """Log-weights -0, -1, …, -11: (Σw)²/Σw² = (1+e⁻¹)/(1-e⁻¹) = 2.16 but for terms of e⁻¹²."""
     page = Page(write_report(made_run(tmp_path / "run", chains=1, weighted=True)))
     assert "2.2 of 12" in page.text
-    assert "The weights are concentrated: 12 samples are worth 2.2 of equal weight." in page.text
+    assert "The weights are concentrated: the effective sample size of 12 samples is 2.2." in page.text
 
 
 def test_beside_the_paper(tmp_path: Path) -> None:
