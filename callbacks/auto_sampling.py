@@ -24,7 +24,7 @@ from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, 
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import instances_of, is_trial
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
-from lightning_sgmcmc.diagnostics.decisions import stacking_weights
+from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.passes import undisturbed
 from lightning_sgmcmc.evaluation.scoring import (
@@ -79,8 +79,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
       overconfident, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale sets how
       confident the predictions are, and σ stays.
-    - The **weights** of the draws are those of stacking, at which their mixture predicts best; draws before σ has
-      settled, or after overfitting has begun, lose their weight.
+    - The **weights** of the draws are those of stacking, at which their mixture predicts best. It starts from windows
+      of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
+      network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. It writes `auto.yaml` beside the samples' folder: this callback with the scales that it
@@ -327,7 +328,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if not places or not all(place in self._densities for place in places):
             return None
         each = torch.stack([self._densities[place] for place in places])
-        found: list[float] = stacking_weights(each).log().clamp_min(-50).tolist()
+        start = window_weights(each, [step for step, _ in places])
+        found: list[float] = stacking_weights(each, start).log().clamp_min(-50).tolist()
         return found
 
     def as_configuration(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import fit_calibration, save_calibration, saved_calibration
+from lightning_sgmcmc.posterior.compression import Compression, compress
 from lightning_sgmcmc.posterior.decisions import Decisions
 from lightning_sgmcmc.posterior.densities import evaluate_samples
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
@@ -60,6 +61,9 @@ class Posterior(Decisions):
     >>> len(posterior), posterior.weight_efficiency
     (2, 1.0)
     """
+
+    compression: Compression | None = None
+    """What the samples that `compress` has chosen lose; None for others, and after saving."""
 
     @classmethod
     def load(
@@ -454,6 +458,43 @@ class Posterior(Decisions):
         else:
             fit(task, loader)
         return task.student.eval()
+
+    def compress(self, k: int, data: Any, unknown: Any = None) -> "Posterior":
+        """Return k of the samples, with weights at which they predict most like all; nothing is copied.
+
+            minimize Σ_i (Σ_j w_j·p_j(y_i)/p(y_i) - 1)²   over w ≥ 0, Σ_j w_j = 1, of k samples j,   p that of all
+
+        Samples are chosen one after another. The result's `compression` is what they lose: the NLL of each half of the
+        data by samples that the other half chose, minus that of all, and the metrics of both. A calibration is dropped;
+        calibrate the result again. Fewer than k are left if further ones get no weight.
+
+        Args:
+            k: number of samples.
+            data: data with targets, not used in the fit: a loader that does not shuffle, a list of batches as in
+                training, or a datamodule, whose validation data are used. Some hundred are needed.
+            unknown: inputs from elsewhere, as `predict` takes them, for `compression`'s AUROC of the first score of
+                `detect`.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            TypeError: if `data` has another type.
+            ValueError: if k is larger than the number of samples, there are no data or no targets, or each chain has
+                importance weights of its own.
+
+        Source: Pati et al. 1993 (orthogonal matching pursuit); Lawson & Hanson 1974 (weights ≥ 0).
+
+        Example::
+
+            members = [torch.nn.Linear(4, 3) for _ in range(20)]
+            posterior = Posterior.from_states(torch.nn.Linear(4, 3), members, Categorical())
+            few = posterior.compress(5, [(torch.randn(200, 4), torch.randint(3, (200,)))])
+            print(few.compression)  # 5 of 20 samples: NLL …
+            few.save("few")
+        """
+        indices, weights, compression = compress(self, self._ready_model(), k, data, unknown)
+        chosen = self._selected(indices, weights.log().tolist(), True)
+        chosen.compression = compression
+        return chosen
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate BatchNorm's running statistics for every sample, each by one pass over training data.

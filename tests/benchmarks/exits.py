@@ -2,11 +2,12 @@
 
     python -m tests.benchmarks.exits [--epochs 60] [--rounds 7] [--only CNN]
 
-Each row is an exit of one posterior: samples in float32, in bfloat16, in bfloat16 as differences to their mean, and a
-distilled network. Latency is that of 32 inputs as an ONNX file in onnxruntime, least over rounds in which all take
-turns; samples in bfloat16 are computed in float32, so theirs is the same. Then the test data's NLL (of 1 sample,
-the mean of the 20's), its difference to the first row's with the standard error over the data, the largest change of a
-probability by the rounding, and the largest difference of the ONNX file's probabilities to `predict`'s.
+Each row is an exit of one posterior of 40 samples: evenly spaced ones in float32, in bfloat16, in bfloat16 as
+differences to their mean; those that `compress` chooses on the validation data, beside as many evenly spaced and newest
+ones; the whole; and a distilled network. Latency is that of 32 inputs as an ONNX file in onnxruntime, least over rounds
+in which all take turns; samples in bfloat16 are computed in float32, so theirs is the same. Then the test data's NLL
+(of 1 sample, the mean of the 20's), its difference to the whole's with the standard error over the data, the largest
+change of a probability by the rounding, and the largest difference of the ONNX file's probabilities to `predict`'s.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import BayesianModule, Categorical
+from lightning_sgmcmc import BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
 from lightning_sgmcmc.posterior import Student
@@ -62,6 +63,12 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {"64-100-10": perceptron, "CNN
 def size(folder: Path) -> float:
     """Return the kB of a store's tensors."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e3
+
+
+def saved_size(posterior: Posterior, folder: Path) -> float:
+    """Return the kB of a posterior's tensors on the disk."""
+    posterior.save(folder)
+    return size(folder)
 
 
 def session(network: nn.Module, x: Tensor, file: str) -> Any:
@@ -121,6 +128,19 @@ def rows_of(name: str, epochs: int, rounds: int, folder: Path) -> list[str]:
             if count == 1:  # the mean single sample, of the first 20
                 every = [stores[word][i : i + 1].predict(x).probabilities for i in range(len(stores[word]))]
                 nll[row] = torch.stack([losses(own) for own in every]).mean(0)
+    for count in (10, 5):
+        selections = {
+            "chosen": whole.compress(count, data),
+            "thinned": whole.thin(count=count),
+            "newest": whole[-count:],
+        }
+        for word, selection in selections.items():
+            row = f"{count} {word}"
+            sizes[row] = saved_size(selection, folder / f"{name} {row}")
+            network = selection.ensemble() if word == "chosen" else None
+            add(row, network, selection.predict(x).probabilities)
+    sizes["whole"] = saved_size(whole, folder / f"{name} whole")
+    add("whole", None, whole.predict(x).probabilities)
     student = whole.distill(make(11), data, epochs=epochs, lr=0.01, accelerator="cpu")
     with torch.no_grad():
         sizes["student"] = 4e-3 * sum(p.numel() for p in student.parameters())
@@ -132,7 +152,7 @@ def rows_of(name: str, epochs: int, rounds: int, folder: Path) -> list[str]:
     rows = []
     for row, own in nll.items():
         cells = [name, row, f"{sizes[row]:.0f}", times.get(row, ""), f"{float(own.mean()):.4f}"]
-        cells += [against(own, nll["20 × float32"]), rounding.get(row, ""), gaps.get(row, "")]
+        cells += [against(own, nll["whole"]), rounding.get(row, ""), gaps.get(row, "")]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -146,7 +166,7 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    columns = ("network", "exit", "kB", "ms for 32 inputs", "NLL", "minus the first's", "rounding", "ONNX − predict")
+    columns = ("network", "exit", "kB", "ms for 32 inputs", "NLL", "minus the whole's", "rounding", "ONNX − predict")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as folder:
         for name in [chosen.only] if chosen.only else NETWORKS:

@@ -1,5 +1,6 @@
 """AutoSampling: that its choices have the right direction, are repeated by their YAML, and reach the stored samples."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
 )
 from lightning_sgmcmc.chains.schedule import RunLength
-from lightning_sgmcmc.diagnostics.decisions import stacking_weights
+from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.tune.runs import RunForm
@@ -74,6 +75,47 @@ def test_stacking_weights_are_the_optimum() -> None:
     for _ in range(50):
         other = torch.distributions.Dirichlet(torch.ones(4, dtype=torch.float64)).sample()
         assert (other[:, None] * logs.exp()).sum(0).log().mean() <= mixture.log().mean() + 1e-9
+
+
+def drawn(means: Tensor, count: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Return log N(y_i; m_j, 1) of targets from N(0, scale²), shape (S, n)."""
+    y = scale * torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return -((y - means[:, None]) ** 2) / 2
+
+
+def mean_log(weights: Tensor, logs: Tensor) -> float:
+    return float((weights[:, None] * logs.exp()).sum(0).log().mean())
+
+
+@pytest.mark.parametrize("count", [100, 1_000])
+def test_early_samples_of_a_network_in_training_lose_their_weight(count: int) -> None:
+    """Sample j is off by 2·exp(-j/10): the average of all is far worse than the last one, and new data show it."""
+    means = 2 * torch.exp(-torch.arange(80) / 10.0).double()
+    val, new = drawn(means, count), drawn(means, 20_000, 1)
+    weights = stacking_weights(val, window_weights(val, range(80)))
+    assert float(weights.sum()) == pytest.approx(1)
+    assert float(weights[:20].sum()) < 0.1
+    even = torch.full((80,), 1 / 80, dtype=torch.float64)
+    assert mean_log(even, new) < mean_log(weights, new) - 0.02
+    assert mean_log(weights, new) > float(new[-1].mean()) - 0.005
+
+
+def test_samples_of_one_law_keep_even_weights_nearly() -> None:
+    """Means from N(0, 1) and targets from N(0, 2): only the average over all samples is the targets' law."""
+    means = torch.randn(64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    start = window_weights(drawn(means, 5_000, scale=2**0.5), range(64))
+    assert float(start.max()) < 2 / 64
+
+
+def test_samples_of_a_step_share_their_windows() -> None:
+    """Chains that draw at one step: the order of the samples does not matter, and equal densities weigh alike."""
+    means = 2 * torch.exp(-torch.arange(8) / 2.0).double()
+    logs = drawn(means, 200)
+    both = window_weights(torch.cat([logs, logs]), [*range(8), *range(8)])
+    torch.testing.assert_close(both[:8], both[8:])
+    torch.testing.assert_close(2 * both[:8], window_weights(logs, range(8)))
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(window_weights(logs[order], order.tolist()), window_weights(logs, range(8))[order])
 
 
 def test_sureness_is_the_factor_that_was_put_in() -> None:
@@ -128,19 +170,21 @@ def test_the_module_gets_prior_and_sampler(noisy: tuple[BayesianModule, AutoSamp
     assert float(scale) == pytest.approx(auto.chosen[0][-1][1], rel=1e-4)
 
 
-def test_stored_weights_are_those_of_stacking(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:
-    """They are in the folder, and by them the average predicts the validation data better than by even weights."""
+def test_stored_weights_lose_next_to_nothing_to_any_window(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:
+    """They are in the folder, and on the validation data lose at most log M nats in all to the best of M windows."""
     _, _, folder = noisy
     posterior = Posterior.load(folder)
-    weights = posterior.weights
-    assert len(weights) == 40
+    assert len(posterior) == 40
+    assert float(posterior.weights.max()) > 1.5 * float(posterior.weights.min())
     x, y = labels(0.3, 200, 2).tensors
 
-    def nll(chosen: Posterior) -> float:
-        return -float(chosen.predict(x).probabilities.gather(1, y[:, None]).log().mean())
+    def nats(chosen: Posterior) -> float:
+        return -float(chosen.predict(x).probabilities.double().gather(1, y[:, None]).log().sum())
 
-    assert float(weights.max()) > 1.5 * float(weights.min())
-    assert nll(posterior) < nll(posterior.reweighted("sample", exponent=0.0))
+    even = posterior.reweighted("sample", exponent=0.0)
+    windows = [nats(even[-count:]) for count in (1, 2, 4, 8, 16, 32, 40)]
+    assert nats(posterior) < min(windows) + math.log(len(windows))
+    assert nats(posterior) < max(windows)
 
 
 def test_the_written_choices_repeat_the_run(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:

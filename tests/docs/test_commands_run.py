@@ -19,6 +19,7 @@ COMMANDS = (
     "tests.benchmarks.predict --rounds 1 --samples 2",
     "tests.benchmarks.readme_picture --out OUT/readme.png --epochs 10",
     "tests.benchmarks.sampler_step --rounds 1",
+    "tests.benchmarks.window_weights --only 'digits MLP, 160' --seeds 1",
     "tests.benchmarks.trainer_step --networks 'MLP 784-400' --samplers SGHMC --chains 1",
 )
 
