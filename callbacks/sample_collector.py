@@ -20,7 +20,7 @@ from lightning_sgmcmc.fit.resume import check_resume
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import description_for_store, model_of
-from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, continue_store
+from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, check_same_dtype, continue_store
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, records_from
 from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
@@ -169,12 +169,7 @@ class SampleCollector(SamplerCallback):
         trainer.strategy.barrier("read the store before it is cut")
         before = DiskStore(path)
         before.columns.check(getattr(trainer, "datamodule", None))
-        stored = None if before.narrow is None else before.narrow.dtype
-        if stored != self.dtype:
-            raise ValueError(
-                f"dtype={self.dtype!r} differs from that of the samples in {path}, {stored!r}: pass dtype={stored!r} "
-                "to go on with them, or start a new run"
-            )
+        check_same_dtype(before, self._narrow())
         self._lock = _on_rank_zero(trainer, lambda: _continue_store(path, restored))
         self._store = DiskStore(path)
 

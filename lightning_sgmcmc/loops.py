@@ -21,9 +21,10 @@ from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior.description import description_for_store
-from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, continue_store
+from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, check_same_dtype, continue_store
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.priors import HierarchicalPrior, Prior
@@ -67,11 +68,14 @@ class SampleWriter:
         chain: the chain's number, for loops that each sample one chain into a folder of its own.
         own_loss: whether the loop has a loss of its own, which must be the mean of -log p(y|x,θ) over a batch, in nats.
             Energies are then unknown (NaN).
+        dtype: "bfloat16" or "float16" stores float32 parameters in half the bytes, see `Posterior.save`; None stores
+            them as they are.
 
     Raises:
         TypeError: if an argument has the wrong type, or the schedule needs Lightning's trainer.
         ValueError: for an argument out of range, a sampler without num_data or with other parameters than the model's,
-            or a schedule that draws no sample; in a step, if the loss is not the writer's.
+            or a schedule that draws no sample; with a dtype, if a parameter is not float32; in a step, if the loss is
+            not the writer's, or if the folder to go on in has another dtype.
         NonFiniteEnergyError: if a sample has NaN or infinite numbers.
 
     Example::
@@ -100,6 +104,7 @@ class SampleWriter:
         steps_per_epoch: int = 0,
         chain: int = 0,
         own_loss: bool = False,
+        dtype: str | None = None,
     ) -> None:
         if isinstance(net, EnergyModel):
             raise TypeError(
@@ -148,6 +153,9 @@ class SampleWriter:
         self._lr: Any = None
         """The step size of the last step."""
         self._check_parameters()
+        self._narrow = None if (name := narrow_dtype(dtype)) is None else Narrow(name)
+        if self._narrow is not None:
+            self._narrow.check(named_trainable(self.model))
         self.model.configure_model()  # a prior's tensors, such as a centre
         self.model.prior.check_names(named_trainable(self.model).keys())
         self._sharing = Sharing(self.model)
@@ -324,12 +332,14 @@ class SampleWriter:
             parameters = dict(self.model.named_parameters())
             self.sampler.hold({parameters[name]: row for name, row in held.items()})
         if self._path is None or not self._writes:
-            self._store = MemoryStore()
+            self._store = MemoryStore(self._narrow)
             return
         if earlier and (self._path / MANIFEST).exists():
+            check_same_dtype(DiskStore(self._path), self._narrow)
             self._lock = continue_store(self._path, lambda store: [r for r in store.records if r.step <= earlier])
         else:
-            self._lock = begin_store(self._path, description_for_store(self.model), shared=self._sharing.tensors())
+            description, shared = description_for_store(self.model), self._sharing.tensors()
+            self._lock = begin_store(self._path, description, shared=shared, narrow=self._narrow)
         self._store = DiskStore(self._path)
 
     def _draw(self, step: int) -> None:

@@ -1,10 +1,13 @@
-"""The process that a run shares with other libraries: its cores, and the silence of their messages."""
+"""The process that a run shares with other libraries: its cores, their messages, and what they leave behind."""
 
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
 
 
 def usable_cores() -> int:
@@ -46,3 +49,34 @@ def without_messages(names: tuple[str, ...], beginnings: tuple[str, ...]) -> Ite
     finally:
         for handler in handlers:
             handler.removeFilter(keeps)
+
+
+# -- what Lightning leaves ---------------------------------------------------------------------------------------------
+
+RECORDING = ("__init__", "__setattr__", "__delattr__")
+"""The methods of loaders that Lightning replaces while a hook makes them, to record their arguments."""
+
+
+def end_recording() -> None:
+    """Give the classes of loaders their own methods back, which a hook that raises leaves replaced.
+
+    Lightning takes loaders that are made later in the process for those of a hook, and `trainer.predict` fails with
+    "more than one `__init__` argument" for `DataLoader(data, 50)`.
+    """
+    left: list[type] = [DataLoader, BatchSampler]
+    while left:
+        cls = left.pop()
+        left += cls.__subclasses__()
+        for name in RECORDING:
+            own, method = None, cls.__dict__.get(name)
+            while _records(method):
+                own = method = method.__wrapped__
+            if own is not None:
+                setattr(cls, name, own)
+            if f"__old{name}" in cls.__dict__:
+                delattr(cls, f"__old{name}")
+
+
+def _records(method: Any) -> bool:
+    module = getattr(method, "__globals__", {}).get("__name__", "")
+    return module.endswith("fabric.utilities.data") and hasattr(method, "__wrapped__")

@@ -185,6 +185,38 @@ def test_the_samples_have_the_posterior_with_its_prior() -> None:
     assert ((drawn.std(0) / std) - 1).abs().max() < 0.25
 
 
+@pytest.mark.parametrize("folder", ["samples", None])
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_samples_in_half_the_bytes(
+    dtype: str, rounding: float, folder: str | None, fitted: Posterior, tmp_path: Path
+) -> None:
+    """The loop is not rounded, only what is stored: each sample is that of the trainer but for its own rounding."""
+    found = plain(dirpath=folder and tmp_path / folder, dtype=dtype).posterior
+    for own, other in zip(found, fitted, strict=True):
+        for name, parameter in other.parameters.items():
+            torch.testing.assert_close(own.parameters[name], parameter, rtol=1.01 * rounding, atol=1e-6)
+        assert not torch.equal(own.parameters["net.0.weight"], other.parameters["net.0.weight"])
+    assert found.store.narrow is not None
+
+
+def test_a_loop_goes_on_in_its_dtype(tmp_path: Path) -> None:
+    net, sampler, writer = parts(dirpath=tmp_path / "samples", dtype="bfloat16")
+    for _ in range(4):
+        one_epoch(net, sampler, writer)
+    state = sampler.state_dict()
+    writer.close()
+    for dtype in (None, "bfloat16"):
+        net, sampler, writer = parts(dirpath=tmp_path / "samples", dtype=dtype)
+        sampler.load_state_dict(state)
+        if dtype is None:
+            with pytest.raises(ValueError, match=r"dtype=None differs .* 'bfloat16': pass dtype='bfloat16'"):
+                one_epoch(net, sampler, writer)
+            continue
+        for _ in range(2):
+            one_epoch(net, sampler, writer)
+    assert len(Posterior.load(tmp_path / "samples", net=make())) == 4
+
+
 @pytest.mark.slow
 def test_another_process_reads_the_samples(tmp_path: Path) -> None:
     writer = plain(dirpath=tmp_path / "samples")
@@ -327,6 +359,7 @@ def wrong(**changed: Any) -> SampleWriter:
         (lambda: wrong(sampler=torch.optim.SGD(make().parameters(), lr=0.1)), TypeError, "sampler.*SGD"),
         (lambda: wrong(sampler=SGHMC(make().parameters(), lr=0.1, num_data=9)), ValueError, "sampler lacks"),
         (lambda: wrong(net=BayesianModule(make(), Categorical())), TypeError, "BayesianModule.*network"),
+        (lambda: wrong(dtype="int8"), ValueError, "dtype"),
         (lambda: wrong(schedule=AutoSampling()), TypeError, "AutoSampling.*trainer"),
         (lambda: wrong(schedule="cyclical"), TypeError, "schedule"),
         (lambda: wrong(prior=HierarchicalPrior()), TypeError, "HierarchicalPrior"),
@@ -348,6 +381,13 @@ def test_samplers_that_it_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SampleWriter(net, Categorical(), sampler=sampler, schedule=SamplingSchedule(every_n_steps=1), steps=9)
+
+
+def test_a_double_network_is_not_rounded() -> None:
+    net = make().double()
+    sampler = SGHMC(net.parameters(), lr=0.1, num_data=9)
+    with pytest.raises(ValueError, match=r"'net\.0\.weight' is torch\.float64"):
+        SampleWriter(net, Categorical(), sampler=sampler, schedule=schedule(), steps=30, dtype="bfloat16")
 
 
 def test_states_that_are_not_finite_are_no_samples() -> None:

@@ -36,6 +36,7 @@ from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.gaussian import CENTER
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
+from lightning_sgmcmc.process import end_recording
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact
@@ -452,6 +453,7 @@ class Safeguards(RunCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._pulse.busy = True
+        end_recording()
         restore(trainer)
         self._interruption.save(trainer, exception)
         self._end_watch(well=False)

@@ -511,6 +511,16 @@ def begin_store(
     return lock
 
 
+def check_same_dtype(store: DiskStore, narrow: Narrow | None) -> None:
+    """Raise if a run is to go on in a store whose samples have another dtype."""
+    stored, given = (None if one is None else one.dtype for one in (store.narrow, narrow))
+    if stored != given:
+        raise ValueError(
+            f"dtype={given!r} differs from that of the samples in {store.path}, {stored!r}: pass dtype={stored!r} "
+            "to go on with them, or start a new run"
+        )
+
+
 def continue_store(path: Path, chosen: Callable[[DiskStore], list[SampleRecord]]) -> StoreLock:
     """Set a store to the samples that a run has drawn before it goes on, and move its others aside."""
     lock = StoreLock(path)

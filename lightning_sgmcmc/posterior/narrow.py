@@ -25,18 +25,23 @@ class Narrow:
     dtype: str
     base: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise unless the parameters of a network are float32."""
+        for name, parameter in parameters.items():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"dtype='{self.dtype}' rounds float32 parameters, and '{name}' is {parameter.dtype}: leave dtype "
+                    "out, or sample a float32 network"
+                )
+
     def narrowed(self, sample: PosteriorSample) -> PosteriorSample:
         """Return a sample as it is stored."""
+        self.check(sample.parameters)
         return replace(sample, parameters={name: self._narrow(name, p) for name, p in sample.parameters.items()})
 
     def _narrow(self, name: str, parameter: Tensor) -> Tensor:
         if not parameter.is_floating_point():
             return parameter
-        if parameter.dtype != torch.float32:
-            raise ValueError(
-                f"dtype='{self.dtype}' rounds float32 parameters, and '{name}' is {parameter.dtype}: leave dtype out, "
-                "or sample a float32 network"
-            )
         difference = parameter - self.base[name].to(parameter.device) if name in self.base else parameter
         found = difference.to(DTYPES[self.dtype])
         if bool((found.isinf() & parameter.isfinite()).any()):

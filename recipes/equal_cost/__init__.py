@@ -47,6 +47,7 @@ def one(data: str, method: str, seed: int, settings: Settings, options: Options)
     """Fit and score one method on one data set; return its cell: the method's row and those derived from it."""
     from lightning_sgmcmc import NonFiniteEnergyError
     from lightning_sgmcmc.namespace import pl
+    from lightning_sgmcmc.recipes.equal_cost.comparison import COLUMNS
     from lightning_sgmcmc.recipes.equal_cost.methods import CALIBRATED, METHODS, setting_of
     from lightning_sgmcmc.recipes.equal_cost.problems import Problem
     from lightning_sgmcmc.recipes.equal_cost.scores import score
@@ -80,7 +81,7 @@ def one(data: str, method: str, seed: int, settings: Settings, options: Options)
             posteriors[CALIBRATED[method]] = fit.module.posterior.calibrate([(val.inputs, val.targets)])
         for row, posterior in posteriors.items():
             found = score(posterior, problem)
-            shown = {name: [float(f"{v:.5g}") for v in getattr(found, name).tolist()] for name in ("nll", "loss")}
+            shown = {name: [float(f"{v:.5g}") for v in getattr(found, name).tolist()] for name in COLUMNS}
             cell["rows"][row] = {"metrics": found.metrics, **shown}
     except NonFiniteEnergyError as error:
         cell["failed"] = str(error)

@@ -9,6 +9,8 @@ from lightning_sgmcmc.diagnostics.draws import RESAMPLES, Array, percentile_inte
 from lightning_sgmcmc.report.compare import Interval
 
 Cell = Mapping[str, Any]
+COLUMNS = ("nll", "loss", "joint")
+"""What cells have for single test data, or for groups of them."""
 HIGHER_IS_BETTER = ("accuracy", "ood_auroc")
 
 
@@ -73,10 +75,12 @@ class Results:
         Args:
             data: the data set.
             reference: the other row.
-            column: "nll", or "loss" (wrong classes, squared errors).
+            column: "nll", "loss" (wrong classes, squared errors), or "joint" (the joint NLL of groups), which
+                calibrated rows lack.
             shared_data: whether all seeds have the same test data.
         """
         rows = self._rows.get(data, {})
+        rows = {row: of for row, of in rows.items() if all(len(one.get(column, ())) for one in of.values())}
         if reference not in rows:
             return {}
         by_seeds: dict[tuple[int, ...], list[str]] = {}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.diagnostics.joint import dyadic_groups, nearest_groups
 from lightning_sgmcmc.diagnostics.scores import (
     classification_metrics,
     gaussian_mixture_crps,
@@ -15,8 +16,11 @@ from lightning_sgmcmc.diagnostics.scores import (
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.predictions import ClassPrediction, RegressionPrediction
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+from lightning_sgmcmc.seeding import derive_seed
 
 LEVEL = 0.95
+TAU = 10
+"""Test data of a group, whose errors the joint NLL scores together."""
 
 
 class Scores(NamedTuple):
@@ -26,11 +30,14 @@ class Scores(NamedTuple):
         metrics: by name.
         nll: of each test datum, in nats, shape (n,).
         loss: 1 for a wrong class, or the squared error in the target's units, shape (n,).
+        joint: of each group of τ test data the joint NLL, in nats per input, shape (G,); empty for a calibrated
+            posterior, since a calibration is of the average.
     """
 
     metrics: dict[str, float]
     nll: Tensor
     loss: Tensor
+    joint: Tensor = torch.empty(0)
 
 
 def score(posterior: Posterior, problem: Problem) -> Scores:
@@ -43,10 +50,30 @@ def score(posterior: Posterior, problem: Problem) -> Scores:
     test = problem.splits[2]
     if problem.kind == "classification":
         known, unknown = (_probabilities(posterior, x) for x in (test.inputs, problem.unknown))
-        return _class_scores(known, test.targets, unknown)
-    known_mixture = mixture(posterior, test.inputs, test.targets)
-    unknown_mixture = mixture(posterior, problem.unknown, torch.zeros(len(problem.unknown), 1))
-    return _regression_scores(known_mixture, test.targets[:, 0].double(), unknown_mixture, problem.scale)
+        found = _class_scores(known, test.targets, unknown)
+    else:
+        known_mixture = mixture(posterior, test.inputs, test.targets)
+        unknown_mixture = mixture(posterior, problem.unknown, torch.zeros(len(problem.unknown), 1))
+        found = _regression_scores(known_mixture, test.targets[:, 0].double(), unknown_mixture, problem.scale)
+    if posterior.calibration is not None:
+        return found
+    joint = joint_of_groups(posterior, problem)
+    return found._replace(metrics={**found.metrics, "joint_nll": float(joint.mean())}, joint=joint)
+
+
+def joint_of_groups(posterior: Posterior, problem: Problem) -> Tensor:
+    """Return the joint NLL of each group of τ test data, in nats per input, as `Posterior.joint_nll` averages it.
+
+    Groups are the same for all methods, and for all seeds with the same test data: dyadic for classes, of near data
+    for numbers.
+    """
+    test, generator = problem.splits[2], torch.Generator().manual_seed(derive_seed(0, "joint nll"))
+    if problem.kind == "classification":
+        groups = dyadic_groups(len(test.targets), TAU, generator)
+    else:
+        groups = nearest_groups(test.inputs, TAU, generator)
+    logs = posterior.log_likelihood([(test.inputs, test.targets)]) + posterior.weights.log()[:, None] / TAU
+    return -logs[:, groups].sum(2).logsumexp(0) / TAU
 
 
 def _probabilities(posterior: Posterior, x: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from tqdm import TMonitor
 
 from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.support.small_run import data
+from tests.support.trainers import quiet_trainer
 
 HOOKS = (
     "setup",
@@ -78,6 +79,9 @@ class Plain(pl.LightningModule):
 
     def validation_step(self, batch: Any, _: int) -> None:
         self.net(batch[0])
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.net(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -199,3 +203,23 @@ def test_the_trainer_fits_again_as_in_plain_lightning(
         if theirs:
             different = {name: pair for name, pair in different.items() if "steps" not in name}
         assert not different
+
+
+class NoData(pl.LightningDataModule):
+    """Its loader fails."""
+
+    def train_dataloader(self) -> Any:
+        raise FileNotFoundError("no data here")
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_loaders_after_a_hook_that_fails_are_the_users_own(attempts: int) -> None:
+    """Lightning keeps recording the arguments of loaders then, and takes later ones for those of a hook."""
+    own = DataLoader.__init__, DataLoader.__setattr__, BatchSampler.__init__
+    for _ in range(attempts):
+        with pytest.raises(FileNotFoundError):
+            quiet_trainer(max_epochs=1).fit(bayesian(), datamodule=NoData())
+    assert own == (DataLoader.__init__, DataLoader.__setattr__, BatchSampler.__init__)
+    loader = DataLoader(torch.zeros(20, 2), 8)
+    assert not [name for name in vars(loader) if name.startswith("__pl")]
+    assert len(quiet_trainer().predict(Plain(), loader) or []) == 3

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import AutoSampling
 from lightning_sgmcmc.diagnostics.draws import percentile_interval
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
@@ -145,6 +146,22 @@ def test_the_quantiles_of_a_mixture_invert_its_distribution_function() -> None:
     step = 1e-5
     slope = (scores.cdf(of, means[0] + step) - scores.cdf(of, means[0] - step)) / (2 * step)
     torch.testing.assert_close(scores.log_density(of, means[0]).exp(), slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.usefixtures("_made_up")
+@pytest.mark.parametrize("source", ["german", "kin8nm"])
+def test_the_joint_nll_of_groups_averages_to_the_posteriors(source: str) -> None:
+    """And for one network it is the NLL of each group's data."""
+    problem = problems.Problem(source, small(**{source: source}).sets[source], ROOT)
+    problem.setup("fit")
+    torch.manual_seed(0)
+    networks = [problem.net() for _ in range(3)]
+    test = problem.splits[2]
+    for states in (networks, networks[:1]):
+        posterior = Posterior.from_states(networks[0], states, problem.likelihood())
+        found = posterior.joint_nll([(test.inputs, test.targets)], scores.TAU)
+        assert float(scores.joint_of_groups(posterior, problem).mean()) == pytest.approx(found.nll, rel=1e-6)
+        assert (found.nll == pytest.approx(found.marginal_nll)) == (len(states) == 1)
 
 
 # -- paired differences -----------------------------------------------------------------------------------------------
