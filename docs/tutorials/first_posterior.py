@@ -112,7 +112,8 @@ print("\n".join(module.plan.sentences()))
 
 # %%
 report = module.health
-print("findings:", [finding.text for finding in report.findings] or "none")
+print("findings:", [finding.sentence for finding in report.findings] or "none")
+print("next:", report.advice or "nothing to do")
 print(f"{report.kind}: {report.reason}")
 
 # %% [markdown]

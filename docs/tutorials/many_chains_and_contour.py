@@ -90,7 +90,8 @@ def fit(steps, chains):
 
 module = fit(1000, chains=4)
 print(f"{module.health.kind or 'not known'}: {module.health.reason}")
-print("findings:", [finding.text for finding in module.health.findings] or "none")
+print("findings:", [finding.sentence for finding in module.health.findings] or "none")
+print("next:", module.health.advice or "nothing to do")
 
 # %% [markdown]
 # ## Do they agree?

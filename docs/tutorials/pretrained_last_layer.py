@@ -110,7 +110,7 @@ def fit(schedule, steps, chains=4):
 
 
 module = fit(SamplingSchedule(burn_in_steps=200, every_n_steps=20), steps=800)
-print("\n".join(module.plan.sentences()[:3]))
+print("\n".join(module.plan.sentences()))
 print(f"measured: {module.health.kind}; findings:", [finding.text for finding in module.health.findings] or "none")
 
 # %% [markdown]
@@ -119,7 +119,7 @@ print(f"measured: {module.health.kind}; findings:", [finding.text for finding in
 # the run. The average of the samples is far better than a sample, so this page keeps it. [Health](../../health/)
 # has the fix for the other cases.
 #
-# ## Beside it: four optimized layers
+# ## For comparison: four optimized layers
 #
 # The same prior as weight decay, the same number of gradients, the same starts.
 

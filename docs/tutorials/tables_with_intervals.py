@@ -92,7 +92,8 @@ def fit(schedule, steps, lr=0.02, **options):
 
 module = fit(SamplingSchedule(burn_in_steps=400, every_n_steps=20), steps=1200)
 print(f"{module.health.kind}: {module.health.reason}")
-print("findings:", [finding.text for finding in module.health.findings] or "none")
+print("findings:", [finding.sentence for finding in module.health.findings] or "none")
+print("next:", module.health.advice or "nothing to do")
 
 # %% [markdown]
 # ## Predictions with intervals

@@ -52,11 +52,11 @@ print(file.read_text())
 # %%
 # !sgmcmc fit --config run.yaml --baselines > fit.out 2> fit.err
 lines = Path("fit.out").read_text().splitlines()
-print(*lines[:24], "  …", *lines[-11:], sep="\n")
+print(*lines, sep="\n")
 
 # %% [markdown]
-# The first five sentences are about the validation data. The fourth says what the samples are: a cold ensemble, for
-# prediction. The last table compares at equal cost, on the test data. What the run warned of:
+# Five sentences are about the test data. The fourth says what the samples are: a cold ensemble, for prediction. The
+# table compares at equal cost, on the same data. What the run warned of:
 
 # %%
 lines = Path("fit.err").read_text().splitlines()

@@ -4,19 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from lightning_sgmcmc.health.findings import OF_HELD_OUT, Finding, FindingKind
+from lightning_sgmcmc.health.findings import OF_HELD_OUT, Finding, most_urgent
 from lightning_sgmcmc.health.report import POSTERIOR, HealthReport
 from lightning_sgmcmc.planning.plan import with_article
-
-OF_THE_LAW = (
-    FindingKind.KINETIC,
-    FindingKind.CONFIGURATIONAL,
-    FindingKind.GRADIENT_NOISE,
-    FindingKind.ENERGY,
-    FindingKind.RELAXATION,
-    FindingKind.PRECONDITIONER,
-)
-"""What distribution a chain samples: as notes these ask nothing of an ensemble for prediction."""
 
 Level = Literal["good", "bad", "neutral"]
 LEVELS = ("good", "bad", "neutral")
@@ -46,13 +36,12 @@ def advise(
     """
     findings = [*(() if health is None else health.findings), *(() if health is not None else found)]
     is_ensemble = is_optimized or kind not in (POSTERIOR, None)
-    problems = [finding for finding in findings if finding.severity == "problem"]
-    notes = [f for f in findings if f.remedy and f not in problems and not (is_ensemble and f.kind in OF_THE_LAW)]
-    if problems:
-        return Advice("bad", "Look at this first; the most urgent comes first.", _step(problems[0]))
+    urgent = most_urgent(findings, is_ensemble)
+    if urgent is not None and urgent.severity == "problem":
+        return Advice("bad", "Look at this first; the most urgent comes first.", _step(urgent))
     verdict, then = _without_problem(health, kind, is_optimized)
-    if notes:
-        return Advice("neutral", verdict, _step(notes[0]))
+    if urgent is not None:
+        return Advice("neutral", verdict, _step(urgent))
     is_good = health is not None and health.verdict == "ok" and kind == POSTERIOR and not findings
     return Advice("good" if is_good else "neutral", verdict, then)
 

@@ -44,6 +44,15 @@ COLD = (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL)
 """Temperatures, which may also be below the target's: then they rank beside the energy."""
 OF_HELD_OUT = (FindingKind.GUESSING, FindingKind.TREND, FindingKind.CALIBRATION)
 """Findings on held-out data."""
+OF_THE_LAW = (
+    FindingKind.KINETIC,
+    FindingKind.CONFIGURATIONAL,
+    FindingKind.GRADIENT_NOISE,
+    FindingKind.ENERGY,
+    FindingKind.RELAXATION,
+    FindingKind.PRECONDITIONER,
+)
+"""What distribution a chain samples: as notes these ask nothing of an ensemble for prediction."""
 _ORDER = tuple(FindingKind)
 
 
@@ -95,3 +104,12 @@ class Finding:
 def ranked(findings: Iterable[Finding | None]) -> tuple[Finding, ...]:
     """Return the findings that exist, the most urgent first."""
     return tuple(sorted((finding for finding in findings if finding is not None), key=lambda finding: finding.rank))
+
+
+def most_urgent(findings: Iterable[Finding], is_ensemble: bool) -> Finding | None:
+    """Return the first of ranked findings that asks for something: a problem, else a note with a remedy, which in an
+    ensemble for prediction is not about the distribution of the chain. None without one."""
+    known = list(findings)
+    problems = [finding for finding in known if finding.severity == "problem"]
+    notes = [one for one in known if one.remedy and not (is_ensemble and one.kind in OF_THE_LAW)]
+    return next(iter([*problems, *notes]), None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from lightning_sgmcmc.health.findings import Finding, ranked
+from lightning_sgmcmc.health.findings import Finding, most_urgent, ranked
 from lightning_sgmcmc.plain import as_plain, from_plain
 from lightning_sgmcmc.planning.plan import RunKind
 
@@ -135,8 +135,9 @@ class HealthReport:
 
     @property
     def advice(self) -> str:
-        """The one thing to do next, the remedy of the most urgent finding; "" without a finding."""
-        return self.findings[0].remedy if self.findings else ""
+        """The one thing to do next, the remedy of the most urgent finding; "" if none asks for anything."""
+        found = most_urgent(self.findings, is_ensemble=self.kind not in (POSTERIOR, None))
+        return "" if found is None else found.remedy
 
     def with_findings(self, *findings: Finding | None) -> "HealthReport":
         """Return this report with more findings, ranked, and the verdict that follows from all of them."""

@@ -100,7 +100,8 @@ def test_a_cold_ensemble_is_a_note(tau: float, cyclical: bool) -> None:
     (note,) = report.findings
     assert (note.kind, note.severity) == (FindingKind.RELAXATION, "note")
     assert (report.warnings, report.notes) == ([], [note.sentence])
-    assert report.advice.startswith(f"call the samples a cold ensemble of temperature {0.04 * tau:.2g}"), report.advice
+    assert note.remedy.startswith(f"call the samples a cold ensemble of temperature {0.04 * tau:.2g}"), note.remedy
+    assert report.advice == "", "it is one, so there is nothing to do"
     assert "0.02 relaxation times" in note.sentence
 
 
@@ -108,7 +109,7 @@ def test_a_target_with_more_heat_than_data_is_not_sampled_longer() -> None:
     """8,456 weights take up 4,228 nats, and 1,000 data are worth 2,300: the advice is not a longer run."""
     known = facts(num_data=1000, is_cyclical=True)
     report = assess(seen(configurational=0.3, num_data=1000), 1, facts=known)
-    assert "longer runs reach a thermal energy of 4,228 nats, and guessing costs 2,300" in report.advice
+    assert "longer runs reach a thermal energy of 4,228 nats, and guessing costs 2,300" in report.findings[0].remedy
 
 
 @pytest.mark.parametrize(

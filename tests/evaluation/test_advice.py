@@ -53,6 +53,7 @@ def test_only_a_posterior_without_a_finding_is_healthy(finding: FindingKind, sev
     assert found.level != "good"
     assert not found.verdict.startswith("Healthy")
     assert found.next.startswith("do") or (severity == "note" and kind == COLD)
+    assert report.advice == ("do" if found.next.startswith("do") else ""), "health.json names the same step"
     assert advise(HealthReport(verdict="ok", kind=kind), kind).level == ("good" if kind == POSTERIOR else "neutral")
 
 
