@@ -94,7 +94,8 @@ def read_tensors(path: Path, what: str) -> Any:
         raise ValueError(f"{what} cannot be read ({reason}): pass another file") from error
     except Exception as error:  # pickle's own, among them that of objects which are not data
         raise ValueError(
-            f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone"
+            f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone, or "
+            "pass torch.load(path, weights_only=False)['state_dict'] in its place if you trust the file"
         ) from error
     nested = content.get("state_dict") if isinstance(content, Mapping) else None
     return nested if isinstance(nested, Mapping) else content
