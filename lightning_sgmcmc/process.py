@@ -68,7 +68,8 @@ def end_recording() -> None:
         cls = left.pop()
         left += cls.__subclasses__()
         for name in RECORDING:
-            own, method = None, cls.__dict__.get(name)
+            own: Any = None
+            method: Any = cls.__dict__.get(name)
             while _records(method):
                 own = method = method.__wrapped__
             if own is not None:
