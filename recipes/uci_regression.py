@@ -15,9 +15,9 @@ temperature and ζ of the paper. What the paper leaves open, and our choices:
   its RMSE is 0.84. (The paper's eq. (10) with ζ = 10 never moves from a uniform π, so CSGLD is SGLD there.)
 * 50 models: evenly spaced over the second half of the run.
 
-`full` is the paper's 5,000 epochs, on all 20 standard splits where the paper has 10 (1.5 hours of processor time), `quick` 150 epochs
-on 3, and on 2 at the paper's ε. The paper's ± is a standard deviation over 10 runs; ours is the standard error over
-splits. Rows "… - …" are paired differences over splits.
+`full` is the paper's 5,000 epochs, on all 20 standard splits where the paper has 10 (1.5 hours of processor time),
+`quick` 150 epochs on 3, and on 2 at the paper's ε. The paper's ± is a standard deviation over 10 runs; ours is the
+standard error over splits. Rows "… - …" are paired differences over splits.
 
 Measured (5,000 epochs, all 20 splits, 2026-11-27; the last seven runs of SGHMC and all of CSGHMC on Wine, and the
 paper's ε, were not made): noise helps with and without momentum. SGLD - SGD is -0.001 ± 0.007 on Energy, -0.18 ± 0.12
