@@ -15,18 +15,18 @@ temperature and ζ of the paper. What the paper leaves open, and our choices:
   its RMSE is 0.84. (The paper's eq. (10) with ζ = 10 never moves from a uniform π, so CSGLD is SGLD there.)
 * 50 models: evenly spaced over the second half of the run.
 
-`full` is the paper's 5,000 epochs, on all 20 standard splits where the paper has 10 (1.5 hours of processor time),
+`full` is the paper's 5,000 epochs, on all 20 standard splits where the paper has 10 (72 minutes of processor time),
 `quick` 150 epochs on 3, and on 2 at the paper's ε. The paper's ± is a standard deviation over 10 runs; ours is the
 standard error over splits. Rows "… - …" are paired differences over splits.
 
-Measured (5,000 epochs, all 20 splits, 2026-11-27; the last seven runs of SGHMC and all of CSGHMC on Wine, and the
-paper's ε, were not made): noise helps with and without momentum. SGLD - SGD is -0.001 ± 0.007 on Energy, -0.18 ± 0.12
-on Concrete, -0.14 ± 0.04 on Yacht and -0.035 ± 0.007 on Wine; SGHMC - M-SGD -0.016 ± 0.011, -0.19 ± 0.12, -0.19 ± 0.04
-and -0.107 ± 0.018 (13 splits). The contour gains nothing in whole runs: CSGLD - SGLD is +0.028 ± 0.008, +0.03 ± 0.04,
--0.01 ± 0.02 and +0.048 ± 0.006, CSGHMC - SGHMC +0.008 ± 0.003, -0.02 ± 0.06 and -0.01 ± 0.02 on the first three. RMSE
-on Energy (SGD, SGLD, CSGLD; M-SGD, SGHMC, CSGHMC): 0.457, 0.456, 0.483; 0.465, 0.449, 0.457, half of the paper's;
-Concrete 4.66, 4.48, 4.51; 4.63, 4.44, 4.41; Yacht 0.73, 0.59, 0.58; 0.71, 0.52, 0.51; Wine 0.688, 0.653, 0.701; 0.748,
-0.651 (13). A run takes 4.7 to 13 s of processor time, so all 720 would take 1.5 hours of it, 46 minutes on two cores.
+Measured (5,000 epochs, all 20 splits, 4,304 s of processor time): noise helps with and without momentum. SGLD - SGD is
+-0.001 ± 0.007 on Energy, -0.18 ± 0.12 on Concrete, -0.14 ± 0.04 on Yacht and -0.035 ± 0.007 on Wine; SGHMC - M-SGD
+-0.016 ± 0.011, -0.19 ± 0.12, -0.19 ± 0.04 and -0.106 ± 0.014. The contour gains nothing in whole runs: CSGLD - SGLD is
++0.028 ± 0.008, +0.03 ± 0.04, -0.01 ± 0.02 and +0.048 ± 0.006, CSGHMC - SGHMC +0.008 ± 0.003, -0.02 ± 0.06, -0.01 ±
+0.02 and +0.036 ± 0.005. RMSE (SGD, SGLD, CSGLD; M-SGD, SGHMC, CSGHMC): Energy 0.457, 0.456, 0.483; 0.465, 0.449,
+0.457, half of the paper's; Concrete 4.66, 4.48, 4.51; 4.63, 4.44, 4.41; Yacht 0.73, 0.59, 0.58; 0.71, 0.52, 0.51; Wine
+0.688, 0.653, 0.701; 0.748, 0.642, 0.678. At the paper's ε all runs with momentum diverge but on Wine, and those
+without it on Concrete.
 
 Measured (quick, 268 s of processor time): the paper's order in both families on Energy and Yacht (SGD, SGLD, CSGLD:
 1.35, 1.31, 1.23; 1.10, 1.06, 1.01; M-SGD, SGHMC, CSGHMC: 0.95, 0.84, 0.75; 0.88, 0.80, 0.76), and with momentum on
