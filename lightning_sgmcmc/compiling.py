@@ -30,9 +30,9 @@ WORTH_ON_CUDA = 3_000
 0.3 s and saves 0.2 ms a step, the launches of its operations (ResNet-20 on an H200)."""
 
 
-def choice_for(choice: Compile, device: torch.device, steps: float) -> Compile:
-    """Return the choice for a fit of so many steps: "auto" does not compile for a short one, and says so."""
-    if choice != "auto" or device.type != "cuda" or steps >= WORTH_ON_CUDA:
+def choice_for(choice: Compile, device: torch.device, trainer: Any) -> Compile:
+    """Return the choice for a trainer's fit: "auto" does not compile for a short one, and says so."""
+    if choice != "auto" or device.type != "cuda" or (steps := trainer.estimated_stepping_batches) >= WORTH_ON_CUDA:
         return choice
     rank_zero_info(
         f"The network is not compiled, since {steps:,.0f} steps would save less than it takes (from {WORTH_ON_CUDA:,} "

@@ -346,7 +346,7 @@ class Chains:
         """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it: with
         several chains, and with a compiled network on a GPU."""
         self.unflatten(sampler)
-        self.compiles = choice_for(self.compiled, self.model.device, trainer.estimated_stepping_batches)
+        self.compiles = choice_for(self.compiled, self.model.device, trainer)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiles, self.model.device)
         gains = self.stacked is not None or fused or self.traces

@@ -28,6 +28,7 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.fit.block_runs import COMPILATION, OF_A_STEP, SAVED, compiles, numbers_of
+from lightning_sgmcmc.fit.checks import take_num_data
 from lightning_sgmcmc.fit.passes import (
     HiddenEpochs,
     RowsOfPass,
@@ -176,17 +177,10 @@ class StepBlocks:
         num_data = self._sampler.num_data
         self._epochs.turn(fetcher)
         grown = self._sampler.num_data
-        if self._waiting and grown != num_data:
-            self._follow(num_data)
+        if self._waiting and num_data is not None and grown is not None and grown != num_data:
+            take_num_data(self._module, num_data)
             self._make_waiting()
-            self._follow(grown)
-
-    def _follow(self, num_data: int | None) -> None:
-        """Take another N."""
-        assert num_data is not None
-        self._sampler.num_data = self._module.chains.observed.num_data = num_data
-        if self._module.chains.energies is not None:
-            self._module.chains.energies.follow(num_data)
+            take_num_data(self._module, grown)
 
     def _until_seen(self, late: bool, most: int) -> tuple[int, bool]:
         """Return how many of the coming steps, of so many, come up to the next that Lightning sees or that ends an
@@ -280,7 +274,6 @@ class StepBlocks:
         segments, self._waiting = [*self._waiting, coming], []
         energies = self._computed(segments, self._parts) if sizes else None
         if energies is not None:
-            self._counters.compiled_steps += sum(len(own.factors) for own in segments)
             self._count_over(sizes[: count - is_seen], index)
             if count > is_seen:
                 self._record(energies[0 if is_seen else 1], sizes[count - is_seen - 1])
@@ -333,7 +326,6 @@ class StepBlocks:
         if energies is None:
             self._make_counted(segments)
         else:
-            self._counters.compiled_steps += sum(len(own.factors) for own in segments)
             self._record(energies[1], segments[-1].taken.sizes[-1])
 
     def _make_counted(self, segments: Sequence[Segment]) -> None:
@@ -380,6 +372,8 @@ class StepBlocks:
             rank_zero_info(f"The steps are not compiled: {error}.")
         if found is None:
             sampler.noise_states(states)
+        else:
+            self._counters.compiled_steps += sum(len(own.factors) for own in segments)
         return found
 
     def _weights_of(self, segment: Segment) -> Tensor:

@@ -345,11 +345,17 @@ def follow_data(trainer: pl.Trainer, module: ChainModel) -> None:
     """Read N again: energies, the prior's share and the noise follow it from the next step on."""
     chains = module.chains
     num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
+    take_num_data(module, num_data)
+    if chains.weights is not None:
+        chains.weights.follow(num_data)
+
+
+def take_num_data(module: ChainModel, num_data: int) -> None:
+    """Let energies, the prior's share and the noise of the coming steps have another N."""
+    chains = module.chains
     module.num_data = chains.observed.num_data = sampler_of(module).num_data = num_data
     if chains.energies is not None:
         chains.energies.follow(num_data)
-    if chains.weights is not None:
-        chains.weights.follow(num_data)
 
 
 def begin_stream(trainer: pl.Trainer) -> None:

@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, instances_of, is_finished, is_trial
 from lightning_sgmcmc.chains.weights import DataWeights
+from lightning_sgmcmc.fit.block_runs import OF_A_STEP
 from lightning_sgmcmc.fit.blocks import StepBlocks
 from lightning_sgmcmc.fit.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.fit.checks import (
@@ -193,17 +194,6 @@ def pays(device: torch.device, loader: Any) -> bool:
 # the hook and the user has chosen a profiler. For a small network that takes longer than the network.
 
 
-HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-"""The hooks of every step."""
-
-
 NOTHING = nullcontext()
 
 
@@ -229,7 +219,7 @@ def leave_out(trainer: Any) -> None:
         trainer.profiler = QuietProfiler()
     vars(call)["callable"] = _is_called  # a hook that cannot be called is skipped, before a profiler is entered for it
     for callback in callbacks_of(trainer):
-        for hook in HOOKS:
+        for hook in OF_A_STEP:
             # Not the object's own hook: a mock makes one when it is asked.
             is_empty = getattr(type(callback), hook, None) is getattr(pl.Callback, hook)
             if is_empty and hook not in vars(callback):
@@ -241,7 +231,7 @@ def restore(trainer: Any) -> None:
     if type(trainer.profiler) is QuietProfiler:
         trainer.profiler = PassThroughProfiler()
     for callback in callbacks_of(trainer):
-        for hook in HOOKS:
+        for hook in OF_A_STEP:
             if vars(callback).get(hook) is idle:
                 delattr(callback, hook)
 

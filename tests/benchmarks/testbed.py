@@ -27,17 +27,11 @@ from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.diagnostics import joint_nll
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed
+from tests.benchmarks.small_networks import QUIET
 
 TAU, PAIRS, NEW = 10, 1_000, 1_000
 WIDTH, SHARPNESS = 50, 10.0
 BATCH, GRADIENTS, MEMBERS = 10, 10_000, 10
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def network(inputs: int) -> nn.Sequential:

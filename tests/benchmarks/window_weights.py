@@ -35,15 +35,9 @@ from lightning_sgmcmc.datamodules import (
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed
+from tests.benchmarks.small_networks import QUIET
 
 BATCH, MEMBERS, TEST = 50, 4, 4_000
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Case(NamedTuple):
