@@ -15,7 +15,8 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule, recommended
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.fit import safeguards as overhead
-from lightning_sgmcmc.fit.safeguards import HOOKS, QuietProfiler
+from lightning_sgmcmc.fit.block_runs import OF_A_STEP
+from lightning_sgmcmc.fit.safeguards import QuietProfiler
 from lightning_sgmcmc.fit.safeguards import idle as idle_hook
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer
@@ -86,12 +87,12 @@ def test_idle_hooks_are_hidden_during_a_fit() -> None:
     defines, inherits, idle, sees = Defines(), Inherits(), pl.Callback(), Sees()
     inherits.on_before_zero_grad = lambda *_: inherits.seen.append("of the object")  # type: ignore[method-assign]
     hidden: list[object] = []
-    sees.on_before_backward = lambda *_: hidden.append([vars(idle).get(hook, hook) for hook in HOOKS])  # type: ignore[method-assign]
+    sees.on_before_backward = lambda *_: hidden.append([vars(idle).get(hook, hook) for hook in OF_A_STEP])  # type: ignore[method-assign]
     fit(trainer_of(defines, inherits, idle, sees))
     assert defines.seen == ["of the class"] * 3
     assert sorted(inherits.seen) == ["of the class"] * 3 + ["of the object"] * 3
-    assert hidden == [[idle_hook] * len(HOOKS)] * 3
-    assert not set(HOOKS) & set(vars(idle))
+    assert hidden == [[idle_hook] * len(OF_A_STEP)] * 3
+    assert not set(OF_A_STEP) & set(vars(idle))
     assert callable(idle.on_train_batch_end)
     assert callable(defines.on_train_batch_end)
 
