@@ -1,6 +1,7 @@
 """Schedules: when to draw samples, and with which controls."""
 
 import math
+import sys
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,6 +18,9 @@ from lightning_sgmcmc.schedules import Annealing, CyclicalPlan, PolynomialDecay
 
 EarlyStopping = pl.callbacks.EarlyStopping
 Timer = pl.callbacks.Timer
+
+_OF_CONTROLS = ("controls", "cycle_of", "apply", "set_controls", "_lr")
+"""Methods by which a schedule sets a step's controls."""
 
 
 class SamplingSchedule(Schedule):
@@ -136,6 +140,15 @@ class SamplingSchedule(Schedule):
         if self.lr_decay is None:
             return super()._lr(group, step, controls)
         return self.lr_decay(step) * (group["initial_lr"] / self._first_lr)  # type: ignore[no-any-return]
+
+    def steps_alike(self, step: int) -> int:
+        own = any(getattr(type(self), name) is not getattr(SamplingSchedule, name) for name in _OF_CONTROLS)
+        if own or self.lr_decay is not None:
+            return 1
+        ends = [self._burn_in] if step <= self._burn_in else []
+        if self._steps_per_epoch and (self.lr_annealing or self.temperature_annealing):
+            ends.append(step + -step % self._steps_per_epoch)
+        return min(ends, default=sys.maxsize) - step + 1
 
     def draws(self, step: int) -> bool:
         return step > self._burn_in and (step - self._burn_in) % self._every == 0

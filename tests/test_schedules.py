@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.chains.schedule import RunLength
 from lightning_sgmcmc.schedules import Annealing, CyclicalPlan, PolynomialDecay, cyclical_lr_factor
 
 
@@ -121,6 +123,31 @@ def test_polynomial_decay() -> None:
     assert PolynomialDecay(a=0.2, gamma=1.0)(4) == pytest.approx(0.05)
     halved = PolynomialDecay(a=1.0, gamma=0.5)
     assert halved(400) / halved(100) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"burn_in_temperature": 0.5}, {"lr_decay": PolynomialDecay(0.1, 5.0, 0.6)}]
+    + [{name: Annealing(1.1)} for name in ("lr_annealing", "temperature_annealing")],
+)
+def test_steps_alike_have_the_same_controls(options: dict[str, Any]) -> None:
+    schedule = SamplingSchedule(burn_in_steps=17, every_n_steps=4, **options)
+    schedule.lay_out(RunLength(60, 7, 0.1))
+    several = 0
+    for step in range(1, 61):
+        alike = schedule.steps_alike(step)
+        several += alike > 1
+        assert {schedule.controls(step)} == {schedule.controls(k) for k in range(step, min(step + alike, 61))}
+        assert alike == 1 or step + alike > 60 or schedule.controls(step + alike) != schedule.controls(step)
+    assert (several > 0) == ("lr_decay" not in options)
+
+    class Own(SamplingSchedule):
+        def controls(self, step: int) -> Any:
+            return super().controls(step)._replace(lr_factor=1 / step)
+
+    own = Own(burn_in_steps=17, every_n_steps=4, **options)
+    own.lay_out(RunLength(60, 7, 0.1))
+    assert own.steps_alike(30) == 1
 
 
 def test_annealing() -> None:

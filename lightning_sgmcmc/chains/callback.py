@@ -45,6 +45,9 @@ class PlannedSchedule(Protocol):
     def draws(self, step: int) -> bool:
         """Return whether the states after step k are samples."""
 
+    def steps_alike(self, step: int) -> int:
+        """Return how many steps, from step k on, have its controls; 1 if that is not known."""
+
 
 class SampledChains(NamedTuple):
     """How many of a run's chains draw samples, and their step size and temperature over the schedule's."""

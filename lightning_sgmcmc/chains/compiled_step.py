@@ -27,8 +27,6 @@ FOLLOWING = ("last_lr",)
 MOST_LOOPS = 64
 _LOOPS: dict[str, Any] = {}
 """Compiled loops of this process, by their operations and shapes."""
-FEW_CONSTANTS = 1_000
-"""Numbers of a tensor that is written into a loop, up to which loops are compared by them."""
 
 
 class Controls(NamedTuple):
@@ -297,26 +295,43 @@ class CompiledSteps:
 
 def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> Any:
     """Return a compiled loop of steps, see `_loop`; fits of the same steps in a process share one."""
-    held = [*step.named_buffers()]
-    constants = [(name, value.dtype, value.tolist()) for name, value in held if value.numel() <= FEW_CONSTANTS]
-    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    key = repr((step.code, constants, shapes, carried, torch.get_num_threads()))
-    is_known = len(constants) == len(held) and not [*step.children()]  # whether the key says everything
-    if is_known and key in _LOOPS:
-        return _LOOPS[key]
-    examples: list[Any] = [*tensors, torch.tensor(1)]
-    try:
-        with torch.no_grad():
-            looped = _loop(step, carried, len(examples) - carried)
-            looped = make_fx(looped, tracing_mode="fake")(*examples)  # the compiler wants its marks
-            found = torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
-    except Exception as error:  # of a compiler that fails or is missing
-        raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
-    if is_known:
-        if len(_LOOPS) >= MOST_LOOPS:
-            _LOOPS.clear()
-        _LOOPS[key] = found
-    return found
+    constants = _lifted(step)
+    given = [*tensors, *constants]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in given]
+    key = repr((step.code, shapes, carried, torch.get_num_threads()))
+    is_known = not [*step.children()]  # whether the key says everything
+    found = _LOOPS.get(key) if is_known else None
+    if found is None:
+        examples: list[Any] = [*given, torch.tensor(1)]
+        try:
+            with torch.no_grad():
+                looped = _loop(step, carried, len(examples) - carried)
+                looped = make_fx(looped, tracing_mode="fake")(*examples)  # the compiler wants its marks
+                found = torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
+        except Exception as error:  # of a compiler that fails or is missing
+            raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
+        if is_known:
+            if len(_LOOPS) >= MOST_LOOPS:
+                _LOOPS.clear()
+            _LOOPS[key] = found
+    loop = found
+    return lambda *of_steps: loop(*of_steps[:-1], *constants, of_steps[-1])
+
+
+def _lifted(step: GraphModule) -> list[Tensor]:
+    """Make the tensors that a function holds its last arguments, and return them."""
+    constants: list[Tensor] = []
+    last = [node for node in step.graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in step.graph.nodes if node.op == "get_attr"]:
+        held = operator.attrgetter(str(node.target))(step)
+        if isinstance(held, Tensor):
+            with step.graph.inserting_after(last):
+                last = step.graph.placeholder(f"constant_{len(constants)}")
+            node.replace_all_uses_with(last)
+            step.graph.erase_node(node)
+            constants.append(held.detach().clone())
+    step.recompile()
+    return constants
 
 
 def _loop(step: GraphModule, carried: int, others: int) -> GraphModule:

@@ -108,6 +108,10 @@ class Schedule(SamplerCallback):
         """Return the cycle of step k, from 0; 0 throughout without cycles."""
         return 0
 
+    def steps_alike(self, step: int) -> int:
+        """Return how many steps, from step k on, have its controls and its cycle; 1 if that is not known."""
+        return 1
+
     @property
     def first_sample(self) -> int:
         """The step after which the first sample is drawn, once the schedule is laid out."""

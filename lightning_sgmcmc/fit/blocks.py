@@ -38,6 +38,7 @@ from lightning_sgmcmc.fit.passes import (
     rows_of_pass,
     validates,
 )
+from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import Control
@@ -78,9 +79,10 @@ class Segment(NamedTuple):
 class StepBlocks:
     """Makes a fit's steps in the place of Lightning's loop."""
 
-    def __init__(self, trainer: pl.Trainer, module: ChainModel) -> None:
+    def __init__(self, trainer: pl.Trainer, module: ChainModel, scales: PriorScales | None) -> None:
         self._trainer: Any = trainer
         self._module, self._sampler = module, sampler_of(module)
+        self._scales = scales
         self._schedule: PlannedSchedule | None = next(
             (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
         )
@@ -118,15 +120,19 @@ class StepBlocks:
         loop.advance = self._advance
 
     @classmethod
-    def begun(cls, trainer: pl.Trainer, module: ChainModel) -> "StepBlocks | None":
-        """Take the place of the loop's `advance`, when a fit's energies are ready; None for a fit without blocks."""
+    def begun(cls, trainer: pl.Trainer, module: ChainModel, scales: PriorScales | None) -> "StepBlocks | None":
+        """Take the place of the loop's `advance`, when a fit's energies are ready; None for a fit without blocks.
+
+        Args:
+            scales: draws the prior's scales between steps, if it has some.
+        """
         chains = module.chains
         if not chains.traces:
             return None
         if trainer.lr_scheduler_configs or any(chains.claims.holder(subject) is not None for subject in CLAIMS):
             chains.stop_tracing(trainer)
             return None
-        return cls(trainer, module)
+        return cls(trainer, module, scales)
 
     @property
     def is_ready(self) -> bool:
@@ -234,11 +240,16 @@ class StepBlocks:
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
         is_scaled = any(part.scales for part in self._parts)
         possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= 1
-        if not possible or has_hooks(sampler) or chains.accumulation.candidates > 1:
+        if not possible or has_hooks(sampler, self._scales is not None) or chains.accumulation.candidates > 1:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
             return 0, False  # a short batch is filled up, so an example must be a row
-        count, is_seen = self._until_seen(late, max(1, self._most - self._waits))
+        most = max(1, self._most - self._waits)
+        if self._scales is not None:
+            most = int(min(most, self._scales.distance))
+            if most == 0:
+                return 0, False
+        count, is_seen = self._until_seen(late, most)
         first = sampler.step_count + 1
         for callback in self._acting:
             acts = callback.acts_in
@@ -261,7 +272,7 @@ class StepBlocks:
         controls, possible, form = self._controls(count)
         count, is_seen = possible, is_seen and possible == count
         index = self._loop.batch_idx + 1
-        factors = [chains.weights.factor(index + place) for place in range(count)]
+        factors = [chains.weights.factor(index)] * count  # it depends on the batch where gradients are accumulated
         coming = Segment(source.take(count), factors, controls, form, index)
         sizes = coming.taken.sizes
         if self._waiting and not self._goes_on(coming):
@@ -393,16 +404,19 @@ class StepBlocks:
         groups = sampler.param_groups
         controls = [Controls([], []) for _ in groups]
         first, form = sampler.step_count + 1, None
-        for ahead in range(count):
+        ahead = 0
+        while ahead < count:
             self._apply(first + ahead)
             own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in groups]
             if form is not None and own != form:
                 self._apply(first + ahead - 1)
                 return controls, ahead, form
             form = own
+            alike = min(self._steps_alike(first + ahead), count - ahead)
             for kept, group in zip(controls, groups, strict=True):
-                kept.lr.append(group["lr"])
-                kept.temperature.append(group["temperature"])
+                kept.lr.extend([group["lr"]] * alike)
+                kept.temperature.extend([group["temperature"]] * alike)
+            ahead += alike
         return controls, count, form
 
     def _apply(self, step: int) -> None:
@@ -410,6 +424,11 @@ class StepBlocks:
         own = step - self._module.chains.progress.warm_steps
         if self._schedule is not None and own > 0:
             self._schedule.apply(own, self._module, self._sampler)
+
+    def _steps_alike(self, step: int) -> int:
+        """Return how many steps, from one on, have the same controls."""
+        own = step - self._module.chains.progress.warm_steps
+        return self._schedule.steps_alike(own) if self._schedule is not None and own > 0 else 1
 
     def _count_over(self, sizes: list[int], index: int) -> None:
         """Count steps that neither Lightning nor callbacks see."""
@@ -448,6 +467,8 @@ class StepBlocks:
         chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
         if sampler.guard is not None:
             sampler.guard.allows_update()
+        if self._scales is not None:
+            self._scales.after_update()
         return potential.sum()
 
     # -- steps one by one ---------------------------------------------------------------------------------------------
@@ -533,9 +554,9 @@ def _step_of(sampler: Sampler) -> Callable[[], Any]:
     return sampler.step if has_hooks(sampler) or not hasattr(step, "hooked") else partial(step.__wrapped__, sampler)
 
 
-def has_hooks(sampler: Any) -> bool:
-    """Return whether something is called before or after each update of a sampler."""
-    return bool(sampler._optimizer_step_pre_hooks or sampler._optimizer_step_post_hooks)
+def has_hooks(sampler: Any, known: int = 0) -> bool:
+    """Return whether more than so many functions are called before or after each update of a sampler."""
+    return len(sampler._optimizer_step_pre_hooks) + len(sampler._optimizer_step_post_hooks) > known
 
 
 def _acts_in_steps(callback: RunCallback) -> bool:

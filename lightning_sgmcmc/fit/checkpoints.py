@@ -340,11 +340,11 @@ class RunPlace:
         own = {name: saved[name] for name in cls().state_dict()}
         return cls(**own, begins_epoch=own["is_over"])
 
-    def count(self, trainer: pl.Trainer) -> None:
-        """Count a batch that has ended; the first of an epoch begins it."""
+    def count(self, trainer: pl.Trainer, batches: int = 1) -> None:
+        """Count batches of one epoch that have ended; the first of an epoch begins it."""
         if self.begins_epoch:
             self.epoch, self.in_epoch, self.begins_epoch = trainer.current_epoch, 0, False
-        self.in_epoch += 1
+        self.in_epoch += batches
         self.is_over = trainer.is_last_batch
 
     def end_epoch(self, trainer: pl.Trainer) -> None:

@@ -234,7 +234,7 @@ class ExactResume(RunCallback):
         self._awaits_batches = False
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self._count_batch(trainer)
+        self._count_batches(trainer)
 
     @property
     def only_counts(self) -> bool:
@@ -244,13 +244,12 @@ class ExactResume(RunCallback):
         return self._awaits_batches  # otherwise `pass_over` is called for it
 
     def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
-        for _ in range(steps):
-            self._count_batch(trainer)
+        self._count_batches(trainer, steps)
 
-    def _count_batch(self, trainer: pl.Trainer) -> None:
+    def _count_batches(self, trainer: pl.Trainer, number: int = 1) -> None:
         self._steps_when_begun = None
-        self._batches += 1
-        self._place.count(trainer)
+        self._batches += number
+        self._place.count(trainer, number)
         self._note_positions()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -270,7 +269,7 @@ class ExactResume(RunCallback):
         if begun is None:
             return
         if trainer.global_step > begun:
-            self._count_batch(trainer)
+            self._count_batches(trainer)
             return
         within = 0 if self._place.begins_epoch else self._place.in_epoch % trainer.accumulate_grad_batches
         self._batches -= within

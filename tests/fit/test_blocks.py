@@ -23,6 +23,7 @@ from lightning_sgmcmc import (
     Categorical,
     ContourRules,
     Gaussian,
+    HierarchicalPrior,
     NonFiniteEnergyError,
     ResumableLoader,
     pSGHMC,
@@ -190,6 +191,25 @@ def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.
     if form == "compiled":
         assert with_blocks.compiled > 0  # the first 64 steps are not
     with_blocks.check_like(without)
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_scales_of_the_prior_are_drawn_between_steps(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = 2 if form == "traced" else 1
+
+    def run(form: str | None) -> Run:
+        prior = HierarchicalPrior(every_n_steps=9)
+        module = BayesianModule(network(), Gaussian(0.3), prior, lr=1e-3, num_chains=chains, seed=3)
+        return Run(form, monkeypatch, module=module, epochs=20)
+
+    with_blocks, without = run(form), run(None)
+    steps = with_blocks.trainer.global_step
+    assert (with_blocks.compiled if form == "compiled" else with_blocks.hidden) > steps / 2
+    with_blocks.check_like(without)
+    scales = [[sample.scales for sample in each.module.posterior] for each in (with_blocks, without)]
+    assert scales[0][0] != scales[0][-1]
+    for mine, theirs in zip(*scales, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
