@@ -134,9 +134,16 @@ class CompiledSteps:
         """
         sampler, flat, count = self._sampler, self._flat, weights.shape[0]
         buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
-        columns, form = self._columns(controls)
+        counted = [sampler.counted(group) for group in sampler.param_groups]
+        columns, form = self._columns(controls, counted, count)
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
-        options = repr([_fixed(group, part is not None and part.scales) for group in sampler.param_groups])
+        own_options = [_fixed(group, part is not None and part.scales) for group in sampler.param_groups]
+        options = repr(
+            [
+                {name: value for name, value in own.items() if name not in names}
+                for own, names in zip(own_options, counted, strict=True)
+            ]
+        )
         names = tuple([(place, name) for place, name, _ in buffers])
         settings = None if part is None else (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
@@ -173,10 +180,9 @@ class CompiledSteps:
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
-        for group, (lr, _) in zip(sampler.param_groups, controls, strict=True):
-            for name in FOLLOWING:
-                if name in group:
-                    group[name] = lr[-1]
+        for group, (lr, _), counts in zip(sampler.param_groups, controls, counted, strict=True):
+            group.update({name: lr[-1] for name in FOLLOWING if name in group})
+            group.update({name: group[name] + count for name in counts})
         if part is not None:
             part.end(count, energies[:count])
         of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
@@ -188,8 +194,11 @@ class CompiledSteps:
         nothing = self._flat.values.new_zeros(self._most if keeps_each else 2, 2, len(self._flat.values))
         return [torch.tensor(0), *state, nothing[0].clone(), nothing, torch.tensor(True)]
 
-    def _columns(self, controls: Sequence[Controls]) -> tuple[list[Tensor], Any]:
-        """Return the controls of all groups as tensors with an axis of steps, and the shapes of one step's."""
+    def _columns(
+        self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int
+    ) -> tuple[list[Tensor], Any]:
+        """Return the controls of all groups and then what they count as tensors with an axis of steps, and the shapes
+        of one step's."""
         columns: list[Tensor] = []
         form: list[Any] = []
         for group in controls:
@@ -200,7 +209,9 @@ class CompiledSteps:
                 else:
                     columns.append(torch.tensor(values, dtype=self._flat.values.dtype))
                     form.append(None)
-        return columns, tuple(form)
+        for group, names in zip(self._sampler.param_groups, counted, strict=True):
+            columns += [torch.arange(group[name], group[name] + count, dtype=torch.float64) for name in names]
+        return columns, (*form, *counted)
 
     def _compiled(
         self,
@@ -272,6 +283,7 @@ class CompiledSteps:
         vars(flat).update(vars(self._flat))
         flat.groups, flat._of_values = [], {}
         rule.flat, rule._scratch = flat, {}
+        counts = iter(columns[2 * len(sampler.param_groups) :])
         for place, (group, part) in enumerate(zip(sampler.param_groups, self._flat.groups, strict=True)):
             stop = start + part.values.shape[1]
             own = values[:, start:stop]
@@ -280,6 +292,8 @@ class CompiledSteps:
             options = dict(group) | {"lr": columns[2 * place], "temperature": columns[2 * place + 1]}
             if multiplier is not None:
                 options[CONTROLS[2]] = multiplier.to(values.dtype).reshape(-1 if len(multiplier) > 1 else ())
+            counted = sampler.counted(group)
+            options |= {name: next(counts) for name in counted}
             before = dict(options)
             drawn = (
                 [noise[0][:, start + skip : stop + skip] for skip in range(0, noise[0].shape[1], width)]
@@ -288,7 +302,7 @@ class CompiledSteps:
             )
             rule.update(options, [own], [gradient[:, start:stop]], drawn)
             for name, value in options.items():
-                if name not in FOLLOWING and value is not before.get(name):
+                if name not in (*FOLLOWING, *counted) and value is not before.get(name):
                     raise NotTraceableError(f"{type(sampler).__name__} sets {name!r} in a step")
             start = stop
 

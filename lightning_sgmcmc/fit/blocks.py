@@ -103,12 +103,7 @@ class StepBlocks:
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
-        steps = trainer.estimated_stepping_batches
-        self._compiles = compiles(module, steps)
-        if self._compiles:
-            rank_zero_info(
-                f"Steps are compiled, once in about {COMPILATION} s, which saves about {steps * SAVED:,.0f} s."
-            )
+        self._compiles = compiles(module, trainer.estimated_stepping_batches)
         self._epochs = HiddenEpochs(trainer, module)
         self._compiled: CompiledSteps | None = None
         numbers = numbers_of(module) * max(1, self._sampler.draws)
@@ -365,6 +360,10 @@ class StepBlocks:
             before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
             after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
             if self._compiled is None:
+                left = self._trainer.estimated_stepping_batches - self._trainer.global_step
+                rank_zero_info(
+                    f"Steps are compiled, once in about {COMPILATION} s, which saves about {left * SAVED:,.0f} s."
+                )
                 self._compiled = energies.compiled_steps(sampler, self._most)
             controls = [
                 Controls(*map(_joined, zip(*own, strict=True)))

@@ -79,8 +79,12 @@ class UpdateRule(Optimizer):
         return False
 
     def sets_options(self, group: dict[str, Any]) -> bool:
-        """Return whether the next step changes other entries of a group than the last step size."""
+        """Return whether the next step changes other entries of a group than the last step size and what it counts."""
         return False
+
+    def counted(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the entries of a group that each coming step raises by one."""
+        return ()
 
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""

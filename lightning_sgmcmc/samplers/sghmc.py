@@ -11,7 +11,7 @@ from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import Block, along
 from lightning_sgmcmc.samplers.rows import coefficients, compiled, sghmc_step
 from lightning_sgmcmc.samplers.sampler import Sampler
-from lightning_sgmcmc.samplers.sgld import ALWAYS, BURN_IN, Adapt, PreconditionedSampler
+from lightning_sgmcmc.samplers.sgld import ALWAYS, BURN_IN, Adapt, PreconditionedSampler, unbiased
 from lightning_sgmcmc.tensors import Control, square_root
 
 
@@ -189,8 +189,8 @@ class pSGHMC(PreconditionedSampler):
     ) -> None:
         friction = group["friction"]
         averaged = self._average_squares(group, params, grads, group["alpha"])
-        momenta = self._buffers(params, self.momentum_buffer)
-        floors = self._floors(params, averaged, group["floor"], self._correction(group)) if self._walks else None
+        momenta, correction = self._buffers(params, self.momentum_buffer), unbiased(group["alpha"], group["averaged"])
+        floors = self._floors(params, averaged, group["floor"], correction) if self._walks else None
         factor = -friction * group["lr"] * group["gradient_multiplier"]
         variance = self._noise_variance(group, friction**2)
         for block, scratch in self._parts(noise, params, momenta, grads, averaged):
@@ -209,12 +209,6 @@ class pSGHMC(PreconditionedSampler):
         )
         return list(torch._foreach_reciprocal(inverse))
 
-    @staticmethod
-    def _correction(group: dict[str, Any]) -> float:
-        """Return 1-α^k."""
-        found: float = max(1 - group["alpha"] ** group["averaged"], 1e-12)
-        return found
-
     def _inverse(
         self,
         group: dict[str, Any],
@@ -227,7 +221,7 @@ class pSGHMC(PreconditionedSampler):
         """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain; `floors` are those of a
         block's tensors."""
         torch._foreach_copy_(out, squares)
-        torch._foreach_div_(out, self._correction(group))
+        torch._foreach_div_(out, unbiased(group["alpha"], group["averaged"]))
         if floors is None:
             floors = self._floors(params, out, group["floor"])
         self._root_with_floor(params, out, floors, block)

@@ -74,6 +74,12 @@ LEAST = 1e-8
 """The smallest 1/G of a preconditioner with a floor."""
 
 
+def unbiased(decay: float, count: Control) -> Control:
+    """Return 1-β^k, the sum of the weights of an average's k terms, at least 1e-12."""
+    found = 1 - decay**count
+    return found.clamp(min=1e-12) if isinstance(found, Tensor) else max(found, 1e-12)
+
+
 class PreconditionedSampler(Sampler):
     """Base of the samplers with a diagonal preconditioner G, which is estimated from gradients.
 
@@ -113,7 +119,11 @@ class PreconditionedSampler(Sampler):
         return True
 
     def sets_options(self, group: dict[str, Any]) -> bool:
-        return self._adapts(group)
+        # The first step that adapts is another one, and a number of steps may end.
+        return self._adapts(group) and (not group["averaged"] or not isinstance(group["adapt"], str))
+
+    def counted(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("averaged",) if self._adapts(group) else ()
 
     @property
     def needs_burn_in(self) -> bool:
@@ -129,6 +139,8 @@ class PreconditionedSampler(Sampler):
     def _adapts(group: dict[str, Any]) -> bool:
         """Return whether a group's preconditioner changes in the coming step; the first step always estimates it."""
         adapt = group["adapt"]
+        if isinstance(group["averaged"], Tensor):  # the count of a compiled step, which adapts
+            return True
         if adapt == ALWAYS or not group["averaged"]:
             return True
         return bool(group["adapting"]) and (isinstance(adapt, str) or group["averaged"] < adapt)
@@ -368,8 +380,8 @@ class AdamSGLD(PreconditionedSampler):
         self._add_defaults(betas=tuple(betas), eps=eps, updates=0)
         self._add_adaptation(adapt)
 
-    def sets_options(self, group: dict[str, Any]) -> bool:
-        return True  # it counts its updates
+    def counted(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (*super().counted(group), "updates")
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
@@ -400,6 +412,6 @@ class AdamSGLD(PreconditionedSampler):
         """Write √V̂ + λ to `out`."""
         torch._foreach_copy_(out, squares)
         torch._foreach_sqrt_(out)
-        torch._foreach_div_(out, max(1 - group["betas"][1] ** group["averaged"], 1e-12) ** 0.5)
+        torch._foreach_div_(out, unbiased(group["betas"][1], group["averaged"]) ** 0.5)
         torch._foreach_add_(out, group["eps"])
         return out

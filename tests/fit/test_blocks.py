@@ -19,6 +19,7 @@ from torchvision.ops import MLP
 from lightning_sgmcmc import (
     SGHMC,
     SGLD,
+    AdamSGLD,
     BayesianModule,
     Categorical,
     ContourRules,
@@ -26,7 +27,9 @@ from lightning_sgmcmc import (
     HierarchicalPrior,
     NonFiniteEnergyError,
     ResumableLoader,
+    ScaleAdaptedSGHMC,
     pSGHMC,
+    pSGLD,
 )
 from lightning_sgmcmc.callbacks import (
     ChainHealth,
@@ -191,6 +194,31 @@ def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.
     if form == "compiled":
         assert with_blocks.compiled > 0  # the first 64 steps are not
     with_blocks.check_like(without)
+
+
+RULES: dict[str, Any] = {
+    "pSGHMC": pSGHMC,
+    "pSGLD": pSGLD,
+    "AdamSGLD": AdamSGLD,
+    "AdamSGLD for 70 steps": partial(AdamSGLD, adapt=70),
+    "scale adapted": ScaleAdaptedSGHMC,
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.by_default("pSGHMC", "AdamSGLD]")
+def test_preconditioners_adapt_in_compiled_steps(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(form: str | None) -> Run:
+        schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=5)
+        return Run(form, monkeypatch, schedule, sampler=RULES[rule], chains=1 + (rule == "pSGHMC"), epochs=20)
+
+    compiled, without = run("compiled"), run(None)
+    assert compiled.compiled > 60  # of 140, and not of the first 64
+    compiled.check_like(without)
+    groups = [each.trainer.optimizers[0].param_groups[0] for each in (compiled, without)]
+    for name in ("averaged", "updates"):
+        assert groups[0].get(name) == groups[1].get(name) != 0
 
 
 @pytest.mark.parametrize("form", BOTH)
