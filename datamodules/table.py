@@ -350,10 +350,12 @@ def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targe
         raise ValueError(f"task must be 'regression', 'classes', 'counts' or 'censored', got {task!r}")
     names = tuple(map(plain, as_frame(y).columns)) if is_table(y) else ()
     names = () if names == (0,) and not hasattr(y, "columns") else names  # a series without a name
-    if task == "classes":
-        named = _named_labels(y, classes)
-        if named is not None:
-            return Targets(named[0], "classes", names, named[1])
+    named = _named_labels(y, classes) if task in (None, "classes") else None
+    if named is not None:
+        if task is None:
+            _check_few(named[0], "names", "say that they are by task='classes', or pass numbers")
+            rank_zero_info(f"TableDataModule takes the names in y as {len(named[1])} classes (task='classes').")
+        return Targets(named[0], "classes", names, named[1])
     values = as_tensor("y", _numeric(y))
     if values.dim() == 2 and values.shape[1] == 1:
         values = values[:, 0]
@@ -396,17 +398,22 @@ def _guessed(values: Tensor, names: tuple[Any, ...]) -> Targets:
             rank_zero_info("TableDataModule takes the whole numbers of y as those of a regression (task='regression').")
         return Targets(_columns(values), "regression", names, is_said=False)
     found = _labels(values, remedy)
-    fewest = int(values.long().bincount()[values.long().unique()].min())
-    if fewest < 2 or count > len(values) // 3:
-        raise ValueError(
-            f"y has {count} different whole numbers in {len(values)} rows, of which the rarest has {fewest}, so they "
-            f"are hardly classes: {remedy}"
-        )
+    _check_few(values.long(), "whole numbers", remedy)
     rank_zero_info(
         f"TableDataModule takes the whole numbers of y as {found.num_classes} classes (task='classes'); pass "
         "task='regression' or 'counts' if they are numbers."
     )
     return replace(found, names=names, is_said=False)
+
+
+def _check_few(labels: Tensor, kind: str, remedy: str) -> None:
+    """Raise unless labels repeat as those of classes do."""
+    present, counts = labels.unique(return_counts=True)
+    if counts.min() < 2 or not 2 <= len(present) <= len(labels) // 3:
+        raise ValueError(
+            f"y has {len(present)} different {kind} in {len(labels)} rows, of which the rarest has {counts.min()}, so "
+            f"they are hardly classes: {remedy}"
+        )
 
 
 def _labels(values: Tensor, remedy: str = "pass pandas.factorize(y)[0]") -> Targets:

@@ -75,7 +75,12 @@ def test_splits_of_the_users_own() -> None:
         ({"y": np.zeros(COUNT), "target": "a"}, TypeError, "got y as well: pass either"),
         ({"x": np.zeros((COUNT, 2)), "target": "a"}, TypeError, "names a column of a pandas frame, got x of ndarray"),
         ({"x": frame().assign(a="red"), "target": "b"}, TypeError, "x has the column 'a' of .*not numeric: encode it"),
-        ({"y": ["red"] * COUNT}, TypeError, r"y has values of type <U3.*no numbers: encode them \(pandas.factorize"),
+        ({"y": ["red"] * COUNT}, ValueError, "y has 1 different names in 20 rows"),
+        (
+            {"y": ["red"] * COUNT, "task": "regression"},
+            TypeError,
+            r"y has values of type <U3.*no numbers: encode them \(pandas.factorize",
+        ),
         (
             {"target": "a", "splits": [[0], [1]]},
             ValueError,

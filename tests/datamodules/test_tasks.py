@@ -134,6 +134,18 @@ def test_a_likelihood_of_another_kind_is_refused(y: Any, likelihood: Likelihood,
         trainer.fit(module, datamodule=TableDataModule(X, y, **options))
 
 
+@pytest.mark.parametrize("kind", [object, "str", "string", "category"])
+def test_a_column_of_names_has_the_classes(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    frame = pandas.DataFrame(X[:90], columns=["a", "b"]).assign(outcome=["well", "ill", "unknown"] * 30)
+    with caplog.at_level(logging.INFO, "pytorch_lightning"):
+        data = TableDataModule(frame.astype({"outcome": kind}), target="outcome")
+    assert data.task == "classes"
+    assert data.classes == ("ill", "unknown", "well")
+    assert "task='classes'" in caplog.text
+    with pytest.raises(ValueError, match=r"y has 90 different names in 90 rows.*task='classes'"):
+        TableDataModule(frame.assign(outcome=[f"patient {row}" for row in range(90)]), target="outcome")
+
+
 def test_a_guess_is_said_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "pytorch_lightning"):
         table(LABELS)
