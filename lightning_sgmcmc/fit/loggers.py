@@ -143,7 +143,7 @@ class SamplingProgress(pl.Callback):
         if not self._is_wide and progress.stage is Stage.WARM_START:
             return {**found, "stage": progress.stage.value}
         if not self._is_wide:
-            return {**found, "n": samples}
+            return {**found, "samples": samples}
         found["temperature"] = f"{mean_of(sampler.param_groups[0]['temperature']):.3g}"
         cycle = {} if progress.num_cycles is None else {"cycle": f"{progress.cycle + 1}/{progress.num_cycles}"}
         return {**found, **cycle, "stage": progress.stage.value, "samples": samples}

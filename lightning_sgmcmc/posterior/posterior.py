@@ -34,7 +34,7 @@ from lightning_sgmcmc.posterior.predictive import (
     with_new_statistics,
 )
 from lightning_sgmcmc.posterior.sharing import save_samples
-from lightning_sgmcmc.predictions import Prediction
+from lightning_sgmcmc.predictions import ClassPrediction, Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact
 
@@ -226,6 +226,9 @@ class Posterior(Decisions):
         self._ready = ready_samples(self._ready, self.store, model)
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
+        names = self.store.columns.classes
+        if isinstance(prediction, ClassPrediction) and len(names) == prediction.probabilities.shape[-1]:
+            prediction.named(names)
         scaling = self.store.scaling
         return prediction if scaling is None else prediction.rescaled(scaling.shift, scaling.factor)
 

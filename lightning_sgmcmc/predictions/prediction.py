@@ -32,7 +32,7 @@ class Prediction:
         parts: the tensors by name; None leaves a part out.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_kept", "_why_not_kept")
+    __slots__ = ("__dict__", "__weakref__", "_kept", "_names", "_why_not_kept")
 
     probabilities: Tensor
     entropy: Tensor
@@ -46,6 +46,7 @@ class Prediction:
     def __init__(self, **parts: Tensor | None) -> None:
         vars(self).update((name, part) for name, part in parts.items() if part is not None)
         self._kept: Kept | None = None
+        self._names: tuple[Any, ...] = ()
         self._why_not_kept = "it is not kept: pass return_samples=True to predict"
 
     @property
@@ -55,12 +56,17 @@ class Prediction:
 
     def replaced(self: Kind, **parts: Tensor | None) -> Kind:
         """Return a copy with other tensors in some parts."""
-        return type(self)(**{**vars(self), **parts}).with_kept(self._kept, self._why_not_kept)
+        return type(self)(**{**vars(self), **parts}).with_kept(self._kept, self._why_not_kept).named(self._names)
 
     def with_kept(self: Kind, kept: Kept | None, why_not: str | None = None) -> Kind:
         """Set the samples' distributions, or the reason why they are not kept, and return this prediction."""
         self._kept = kept
         self._why_not_kept = why_not if why_not is not None else self._why_not_kept
+        return self
+
+    def named(self: Kind, classes: Sequence[Any]) -> Kind:
+        """Set the names of the classes, if there are some, and return this prediction."""
+        self._names = tuple(classes)
         return self
 
     def without_distributions(self: Kind) -> Kind:
@@ -134,7 +140,9 @@ class Prediction:
         raise self._lacks("sample")
 
     def to_pandas(self, level: float | None = None) -> Any:
-        """Return a `pandas.DataFrame` with a row for each datum and a column for each number.
+        """Return a `pandas.DataFrame` with a row for each example and a column for each number.
+
+        Classes have the names that they have in the fit's data.
 
         Args:
             level: also return the bounds of the interval of this probability.
@@ -157,8 +165,10 @@ class Prediction:
             if values.dim() == 1 or values.shape[1] == 1:
                 columns[name] = values.reshape(-1).numpy()
             else:
-                columns |= {f"{name}_{i}": values[:, i].numpy() for i in range(values.shape[1])}
-        return pandas.DataFrame(columns)
+                own = self._names if len(self._names) == values.shape[1] else range(values.shape[1])
+                columns |= {f"{name}_{i}": values[:, place].numpy() for place, i in enumerate(own)}
+        frame = pandas.DataFrame(columns)
+        return frame.assign(label=[self._names[i] for i in frame["label"]]) if self._names else frame
 
     def _columns(self, level: float | None) -> dict[str, Tensor]:
         """Return the columns of `to_pandas`, shape (n,) or (n, D)."""
@@ -320,6 +330,11 @@ class ClassPrediction(_OfProbabilities):
     Traceback (most recent call last):
     AttributeError: a ClassPrediction has no 'mean': it has probabilities, entropy, mutual_information
     """
+
+    @property
+    def classes(self) -> tuple[Any, ...]:
+        """The classes in the order of the probabilities: the names that the fit's data have, or 0 to K-1."""
+        return self._names or tuple(range(self.probabilities.shape[-1]))
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
         """Return labels drawn from the predictive, shape (num, n), or (num, n, …) of pixels and tokens.

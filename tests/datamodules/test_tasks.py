@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sgmcmc import BayesianModule, Bernoulli, Categorical, Gaussian, Poisson
-from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc import BayesianModule, Bernoulli, Categorical, Gaussian, Poisson, Posterior
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import AirfoilDataModule, TableDataModule, UCIRegressionDataModule
 from lightning_sgmcmc.datamodules.base import random_split
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -144,6 +144,20 @@ def test_a_column_of_names_has_the_classes(kind: Any, caplog: pytest.LogCaptureF
     assert "task='classes'" in caplog.text
     with pytest.raises(ValueError, match=r"y has 90 different names in 90 rows.*task='classes'"):
         TableDataModule(frame.assign(outcome=[f"patient {row}" for row in range(90)]), target="outcome")
+
+
+def test_predictions_have_the_names_of_the_classes(tmp_path: Any) -> None:
+    frame = pandas.DataFrame(X[:90], columns=["a", "b"]).assign(outcome=["well", "ill", "unknown"] * 30)
+    module = BayesianModule(nn.Linear(2, 3), Categorical(), lr=0.01, seed=0)
+    callbacks = [SamplingSchedule(burn_in_epochs=0, every_n_epochs=1), SampleCollector(tmp_path / "samples")]
+    quiet_trainer(callbacks=callbacks, max_epochs=2).fit(module, datamodule=TableDataModule(frame, target="outcome"))
+    prediction = Posterior.load(tmp_path / "samples").predict(frame[["b", "a"]])
+    assert prediction.classes == ("ill", "unknown", "well")
+    found = prediction.to("cpu").to_pandas(level=0.8)
+    assert set(found["label"]) <= set(prediction.classes)
+    likeliest = found[[f"probabilities_{name}" for name in prediction.classes]].to_numpy().argmax(1)
+    assert [prediction.classes[place] for place in likeliest] == list(found["label"])
+    assert (found["low_ill"] <= found["high_ill"]).all()
 
 
 def test_a_guess_is_said_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
