@@ -156,10 +156,10 @@ def read_run(folder: Path) -> RunRecord:
     run.rows = _rows(run.results, folder / RESULTS)
     others = ("results-*.json", f"validate*/{RESULTS}", f"test*/{RESULTS}")
     for path in sorted(path for pattern in others for path in folder.glob(pattern)):
-        content = _read_json(path) or {}
-        rows = _rows(content, path)
+        results = _read_json(path) or {}
+        rows = _rows(results, path)
         if rows and rows != run.rows:
-            stage = STAGE_NAMES.get(str(content.get("stage")), "data of " + path.relative_to(folder).as_posix())
+            stage = STAGE_NAMES.get(str(results.get("stage")), "data of " + path.relative_to(folder).as_posix())
             later = "" if path.parent == folder else f" ({path.parent.name})"
             run.other_rows[f"on the {stage}{later}"] = rows
     run.evaluations = _evaluations(folder, run.results.get("stage"))

@@ -13,6 +13,8 @@ from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 UNKNOWN = "not recorded"
 ROUNDING = 1e-12
 """A relative error below this is that of floating-point sums of equal values."""
+FEWEST = 4
+"""Repeats from which a mean has an interval."""
 LONG_TABLE = 30
 """Longer tables are folded."""
 NOTE = "<!-- Written by `python -m docs.generate` from recipes/expected/: change the data, not this page. -->\n\n"
@@ -193,10 +195,19 @@ def _caption(entry: dict[str, Any], run: dict[str, Any]) -> str:
     counts = sorted({row["n"] for row in run["rows"] if row.get("n")})
     count = (", ".join(map(str, counts)) if counts else None) or entry.get("repeats")
     of = f"n = {_counted(count, entry.get('repeats_of') or 'repeats')}" if count else "one run"
-    interval = "; in brackets the 95 % interval of the mean, by Student's t" if count else ""
+    interval = _meaning(counts or ([count] if isinstance(count, int) else [])) if count else ""
     if "stage" in run:
         interval = f", on the {run['stage']} data; the number after ± is the standard deviation over the samples"
     return f"Setting `{run['scale']}`, seed {run['seed']}, {of}{interval}."
+
+
+def _meaning(counts: Sequence[int]) -> str:
+    """Return what a table with these numbers of repeats shows of their spread."""
+    few = {2: "of two repeats both values", 3: "of three repeats their mean"}
+    parts = (
+        ["in brackets the 95 % interval of the mean, by Student's t"] if max(counts, default=FEWEST) >= FEWEST else []
+    )
+    return "".join(f"; {part}" for part in [*parts, *(few[n] for n in sorted({*counts}) if n in few)])
 
 
 def _folded(caption: str, table: str, rows: int) -> str:
@@ -217,8 +228,8 @@ def _measured(table: dict[str, Any]) -> str:
     rows = [[_cell(cell, count, spread) for cell in row] for row in table["rows"]]
     n = f"n = {table['n']} {table['of']}".strip() if table["n"] else f"n {UNKNOWN}"
     has_errors = any(isinstance(cell, list) for row in table["rows"] for cell in row)
-    kind = "in brackets the 95 % interval of the mean, by Student's t" if has_errors else f"errors: {table['error']}"
-    known = f"Setting `{table['setting']}`, {n}; {kind}. Date: {table['date']}. Time: {table['time']}."
+    kind = _meaning([count] if count else []) if has_errors else f"; errors: {table['error']}"
+    known = f"Setting `{table['setting']}`, {n}{kind}. Date: {table['date']}. Time: {table['time']}."
     caption = f"{table['caption']}. {known}"
     return f"{caption}\n\n{table_of(table['header'], rows)}".rstrip()
 
@@ -231,7 +242,10 @@ def _cell(cell: Any, count: int | None, spread: bool) -> str:
 
 
 def _number_with_interval(value: float | None, error: float | None, count: int | None) -> str:
-    """Return a number with the 95 % interval of a mean over repeats, or ± its standard error if n is not known."""
+    """Return a number with the 95 % interval of a mean over repeats, or ± its standard error if n is not known.
+
+    Fewer than four repeats have no interval worth the name: of two their values are shown, of three the mean.
+    """
     if value is None:
         return ""
     if error is None or not math.isfinite(error):
@@ -240,6 +254,10 @@ def _number_with_interval(value: float | None, error: float | None, count: int |
         return f"{value:.6g}"
     if not count or count < 2:
         return f"{value:.4g} ± {error:.2g}"
+    if count == 2:  # the standard error is half their distance
+        return f"{value - error:.4g}, {value + error:.4g}"
+    if count < FEWEST:
+        return f"{value:.4g}"
     half = float(half_width(error, count))
     digits = max(0, 1 - math.floor(math.log10(half)))
     return f"{value:.{digits}f} [{value - half:.{digits}f}, {value + half:.{digits}f}]"
