@@ -97,6 +97,6 @@ def test_pages_of_own_runs(tmp_path: Path) -> None:
     folder = write_pages(tmp_path / "pages", {"uci_regression": tmp_path, "airfoil": tmp_path / "nothing"})
     page = (folder / "uci_regression.md").read_text()
     assert "| SGLD | nll | 2.5 [0.4, 4.6] |" in page, "standard error 1.291/2, half width 3.182 times that"
-    assert "n = 3" in page
+    assert "n = 4" in page
     assert "[uci_regression](uci_regression.md)" in (folder / "index.md").read_text()
     assert not (folder / "airfoil.md").exists()
