@@ -11,6 +11,13 @@ from lightning_sgmcmc.recipes.shared.figures import half_width
 from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 
 UNKNOWN = "not recorded"
+HEADER = ("experiment", "paper", "n", "date", "verdict", "shown by")
+ARCHIVE = (
+    *("digits_auto", "digits_csghmc", "digits_csghmc_contour", "digits_posterior"),
+    *("cifar100_uncertainty", "cifar_csghmc", "cifar_csgmcmc", "cifar_sprint"),
+    *("ewsg_vr_logistic", "logistic_ess", "misspecified", "subsampling_error", "theta_variance"),
+)
+"""Recipes whose pages come last in the table."""
 ROUNDING = 1e-12
 """A relative error below this is that of floating-point sums of equal values."""
 FEWEST = 4
@@ -61,11 +68,11 @@ def matrix(entries: Mapping[str, dict[str, Any]]) -> str:
     Args:
         entries: what is kept of each.
     """
-    rows = []
+    rows: dict[bool, list[list[str]]] = {False: [], True: []}
     for name, entry in entries.items():
         date, _, repeats, _ = _facts(entry)
         shown_by = entry.get("verdict_by", "")
-        rows.append(
+        rows[name in ARCHIVE].append(
             [f"[{name}]({name}.md)", _short(entry["paper"]), repeats, date, f"**{entry['verdict']}**", shown_by]
         )
     return (
@@ -75,7 +82,12 @@ def matrix(entries: Mapping[str, dict[str, Any]]) -> str:
         "No experiment on CIFAR has been run at the paper's size, because no GPU was available. Dates and numbers of "
         "repeats that were not written down at the time are *not recorded*. "
         "What was measured before these pages is in the docstrings of `recipes/`.\n\n"
-        + table_of(["experiment", "paper", "n", "date", "verdict", "shown by"], rows)
+        + table_of(HEADER, rows[False])
+        + (
+            f"\n## Archive\n\nExamples, checks of single theorems, and what waits for a GPU.\n\n{table_of(HEADER, old)}"
+            if (old := rows[True])
+            else ""
+        )
         + "\nA recipe's run is kept by `python -m docs.generate --take runs/NAME`, which also writes its page again.\n"
     )
 
