@@ -95,8 +95,30 @@ def _filled(found: re.Match[str]) -> str:
     path = DOCS.parent / found[2]
     if path.suffix == ".json":
         content = _read(path)
+        if "recipe" in content:
+            content = _of_recipe(content)
         return f"{found[1]}\n{table_of(content['header'], content['rows'])}\n{found[3]}"
     return f"{found[1]}\n```text\n{path.read_text(encoding='utf-8')}```\n\n{found[3]}"
+
+
+def _of_recipe(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of one metric of a kept run: a row for each method, a column for each data set.
+
+    The lowest figure of a column is bold; the methods `apart` are left out of that comparison.
+    """
+    rows = kept(wanted["recipe"])["runs"][wanted["scale"]]["rows"]
+    known = {row["method"]: row["value"] for row in rows if row["metric"] == wanted["metric"]}
+    table = []
+    for label, how, method in wanted["methods"]:
+        cells = []
+        for data in wanted["data"]:
+            best = min(known[f"{data}: {m}"] for _, _, m in wanted["methods"] if m not in wanted["apart"])
+            value = known[f"{data}: {method}"]
+            is_best = method not in wanted["apart"] and f"{value:.3f}" == f"{best:.3f}"
+            text = f"{value:.3f}".replace("-", "−")
+            cells.append(f"**{text}**" if is_best else text)
+        table.append([label, how, *cells])
+    return {"header": ["method", "callback", *wanted["data"]], "rows": table}
 
 
 def _read(path: Path) -> dict[str, Any]:

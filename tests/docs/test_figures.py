@@ -14,7 +14,7 @@ from tests.support.paths import REPOSITORY
 PAGES = [
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs" / "start").glob("*.md")),
-    *(REPOSITORY / "docs" / name for name in ("validation.md", "howto/decisions.md", "howto/chains.md")),
+    *(REPOSITORY / "docs" / name for name in ("choose.md", "validation.md", "howto/decisions.md", "howto/chains.md")),
 ]
 FIGURE = re.compile(r"(?<![\w.,/-])(?:\d[\d,]*\.\d+(?: ?%)?|\d+ ?%)")
 BLOCK = re.compile(r"<!-- from (\S+) -->.*?<!-- end -->", re.DOTALL)
