@@ -37,6 +37,7 @@ from lightning_sgmcmc.evaluation.scoring import (
     states_on,
 )
 from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.fit.results import CHOICES
 from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
@@ -56,8 +57,6 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
-CHOICES = "auto.yaml"
-
 UNITS = {"s": 1, "m": 60, "h": 3600}
 SKIPPED, TIMED = 10, 60
 """Steps before the timing, and up to its end."""

@@ -5,20 +5,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.callback import Place, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.chains.schedule import Schedule, schedule_of
 from lightning_sgmcmc.chains.trainer import is_trial, log_interval, log_scalars, run_folder
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.files import write_output
-from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, RunHistory
+from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, STAGE_NAMES, RunHistory
 from lightning_sgmcmc.health.facts import prior_norm
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.segments import SegmentWalk
@@ -30,6 +31,8 @@ from lightning_sgmcmc.tensors import mean_of
 OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")
 PARTS = (*OF_CHAINS, "running", "reliability", "entropy", "segments", "chains", "histograms", "tables")
 TRACED_WEIGHTS = 4
+MOST_PLANNED = 4_000
+"""Points of the picture of the schedule; shorter runs have one for each step."""
 MOST_CHAINS = 16
 """With more chains, only the mean energy is logged."""
 
@@ -37,7 +40,8 @@ MOST_CHAINS = 16
 class PosteriorDashboard(SamplerCallback):
     """Shows a sampling run live in W&B, TensorBoard, MLflow or a notebook, and in files in the run's folder.
 
-    Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
+    Scalars, every `trainer.log_every_n_steps`: `sampler/lr` and `sampler/temperature` (with every sample too),
+    `sampler/energy` (Ũ of the
     mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/log_posterior`
     (-Ũ, up to a constant), `sampler/prior_norm` (‖θ‖²/(d·σ²) for a Gaussian prior: τ at equilibrium where the prior
     decides), `sampler/cycle`, and `sampler/gradient_multiplier` if one is set; with every sample `samples/count` and,
@@ -45,9 +49,9 @@ class PosteriorDashboard(SamplerCallback):
 
     Figures, at the end of each cycle (or as set by `every`) and of the fit:
 
-    * `posterior/schedule`: step size and temperature; `posterior/energy`: the mini-batches' NLL per example, without
-      the prior's constant, and ‖θ‖²/(d·σ²), which is 1 under a Gaussian prior; `posterior/traces`: four single weights;
-      all with the samples marked and every second cycle shaded;
+    * `posterior/schedule`: step size and temperature by the schedule; `posterior/energy`: the mini-batches' NLL per
+      example, without the prior's constant, and ‖θ‖²/(d·σ²), which is 1 under a Gaussian prior; `posterior/traces`:
+      four single weights; all with the samples marked and every second cycle shaded;
     * `posterior/weights`, where weights differ: the normalised weights, and how many equal ones they are worth;
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
       (networks with more than 1,024 weights use a random projection with distance errors of about 4 %);
@@ -64,7 +68,8 @@ class PosteriorDashboard(SamplerCallback):
       (split R-hat and effective sample sizes by ArviZ; for one chain of its halves), the same for `…_prediction` (the
       worst over log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
 
-    Histograms: `posterior/energy_histogram`, `posterior/weight_histogram`, `posterior/entropy_histogram` and, for each
+    Histograms: `posterior/energy_histogram` (not where a callback changes the prior's scale, since energies then have
+    several constants), `posterior/weight_histogram`, `posterior/entropy_histogram` and, for each
     out-of-distribution set, `posterior/entropy_histogram_…`. Tables: `posterior/sample_table`, `posterior/plan_table`
     and `posterior/metric_table`, single against averaged metrics. After `trainer.test`, those that depend on data are
     repeated on the test data as `posterior/test_…`; without a fit in this process, weights and geometry too.
@@ -134,6 +139,8 @@ class PosteriorDashboard(SamplerCallback):
         self._due = False
         self._drawing: Drawing | None = None
         self._folder: Path | None = None
+        self._schedule: Schedule | None = None
+        self._is_comparable = True
         self._warned: set[str] = set()
 
     # -- the scalars --------------------------------------------------------------------------------------------------
@@ -143,6 +150,8 @@ class PosteriorDashboard(SamplerCallback):
         self._interval = log_interval(run.trainer)
         self._folder = _folder(run.trainer)
         self._traced = _traced_weights(run.module)
+        self._schedule = schedule_of(run.trainer)
+        self._is_comparable = run.chains.claims.holder("draw scales") is None
         self._prior_norm = prior_norm(run.chains)
         own = [PRIOR_NORM] if self._prior_norm is not None else []
         if run.chains.observed.num_data > 1:  # an analytic density has no data
@@ -203,6 +212,9 @@ class PosteriorDashboard(SamplerCallback):
         self.history.add_sample(sample, parameters if trainer.is_global_zero else None)
         self._sample_step, count = trainer.global_step, self.history.samples.seen
         scalars: dict[str, float] = {"samples/count": count}
+        if self._run is not None and sample.step % self._interval:  # else they are logged with the step
+            group = self.run.sampler.param_groups[0]
+            scalars |= {f"sampler/{name}": mean_of(group[name]) for name in ("lr", "temperature")}
         if self.history.has_weights:
             scalars["samples/weight_efficiency"] = self.history.weight_efficiency
         log_scalars(trainer, scalars, trainer.global_step)
@@ -268,7 +280,7 @@ class PosteriorDashboard(SamplerCallback):
         """Yield each part's name and drawing function, for the chain and for the evaluation on a stage's data."""
         history = self.history
         if stage == "val" or not len(history.scalars):  # a test in the fit's process would draw the same again
-            yield "schedule", lambda: parts.schedule(history)
+            yield "schedule", lambda: parts.schedule(history, self._planned())
             yield "energy", lambda: parts.energy(history)
             yield "traces", lambda: parts.traces(history)
             yield "weights", lambda: parts.weights(history)
@@ -283,6 +295,17 @@ class PosteriorDashboard(SamplerCallback):
         yield "chains", lambda: self._compare_chains(trainer, evaluation)
         yield "segments", lambda: self._walk_segments(trainer, module, stage)
 
+    def _planned(self) -> parts.Planned:
+        """Return steps with step size, τ and cycle by the schedule; none if another callback sets the controls too."""
+        if self._run is None or self._schedule is None or self.run.chains.claims.holder("set controls") is not None:
+            return []
+        last, warm = self.run.sampler.step_count, self.history.warm_steps
+        grid = {int(step) for step in np.linspace(warm + 1, last, min(max(last - warm, 0), MOST_PLANNED))}
+        drawn = {int(step) for step in self.history.samples.column(0)}
+        steps = sorted(grid | {step for step in drawn if warm < step <= last})
+        traced = self._schedule.trace([step - warm for step in steps], self.run.sampler.param_groups[0])
+        return [(step, *values) for step, values in zip(steps, traced, strict=True)]
+
     def _compare_chains(self, trainer: pl.Trainer, evaluation: Evaluation | None) -> parts.Figures:
         log_scalars(trainer, parts.chain_scalars(self.history, evaluation), trainer.global_step)
         return parts.chains(self.history, evaluation)
@@ -294,14 +317,14 @@ class PosteriorDashboard(SamplerCallback):
     def _log_histograms(
         self, trainer: pl.Trainer, evaluation: Evaluation | None, stage: str, prefix: str, step: int
     ) -> None:
-        histograms = parts.chain_histograms(self.history) if stage == "val" else {}
+        histograms = parts.chain_histograms(self.history, self._is_comparable) if stage == "val" else {}
         if evaluation is not None:
             histograms |= parts.entropy_histograms(evaluation, STAGE_NAMES[stage])
         for name, (values, label) in histograms.items():
             log_histogram(trainer, prefix + name, values, label, step, self._folder)
 
     def _log_tables(self, trainer: pl.Trainer, evaluation: Evaluation | None, prefix: str, step: int) -> None:
-        tables = {"sample_table": parts.sample_table(self.history, evaluation)}
+        tables = {"sample_table": parts.sample_table(self.history, evaluation, self._is_comparable)}
         if "chains" in self.figures:
             tables["chain_table"] = parts.chain_table(self.history, evaluation)
         if evaluation is not None:

@@ -21,6 +21,7 @@ from lightning_sgmcmc.fit.results import (
     METHODS,
     NETWORKS,
     OPTIMIZED,
+    STAGE_NAMES,
     SUMMARY,
     StoredEvaluation,
     keep_earlier_results,
@@ -41,7 +42,6 @@ from lightning_sgmcmc.posterior.segments import scaling_of_run
 
 IN_SHORT = ("guessing", "single", "first_cycle", "bma")
 """Columns of the printed table."""
-STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
 
 class RunSummary(SamplerCallback):

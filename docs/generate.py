@@ -1,11 +1,15 @@
 """Pages of reproductions and benchmarks, from `recipes/expected/` and `docs/measured/`: `python -m docs.generate`.
 
+In the other pages it fills what stands between `<!-- from FILE -->` and `<!-- end -->`: the table of a file of rows, or
+the text of an output.
+
 `python -m docs.generate --take RUN` first keeps the results and a picture of a recipe's run, from its folder's files.
 `--check` writes nothing and fails if a page differs from what would be written.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +22,8 @@ from lightning_sgmcmc.recipes.shared.pages import table_of
 DOCS = Path(__file__).parent
 MEASURED, PAGES = DOCS / "measured", DOCS / "reproductions"
 PICTURE_WIDTH = 1400
+BLOCK = re.compile(r"(<!-- from (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""A part of a hand-written page that comes from a file, named from the repository's root."""
 NOTE = "<!-- Written by `python -m docs.generate` from docs/measured/: change the data, not this page. -->\n\n"
 
 
@@ -78,7 +84,41 @@ def _shrink(source: Path, path: Path) -> None:
 def pages() -> dict[Path, str]:
     """Return the text of each page."""
     benchmarks = [_read(path) for path in sorted((MEASURED / "benchmarks").glob("*.json"))]
-    return pages_of_recipes(PAGES) | {DOCS / "benchmarks" / "index.md": _benchmarks(benchmarks)}
+    written = pages_of_recipes(PAGES) | {DOCS / "benchmarks.md": _benchmarks(benchmarks)}
+    hand_written = [path for path in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))] if path not in written]
+    texts = {path: path.read_text(encoding="utf-8") for path in hand_written}
+    return written | {path: BLOCK.sub(_filled, text) for path, text in texts.items() if BLOCK.search(text)}
+
+
+def _filled(found: re.Match[str]) -> str:
+    """Return a block with what its file holds."""
+    path = DOCS.parent / found[2]
+    if path.suffix == ".json":
+        content = _read(path)
+        if "recipe" in content:
+            content = _of_recipe(content)
+        return f"{found[1]}\n{table_of(content['header'], content['rows'])}\n{found[3]}"
+    return f"{found[1]}\n```text\n{path.read_text(encoding='utf-8')}```\n\n{found[3]}"
+
+
+def _of_recipe(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of one metric of a kept run: a row for each method, a column for each data set.
+
+    The lowest figure of a column is bold; the methods `apart` are left out of that comparison.
+    """
+    rows = kept(wanted["recipe"])["runs"][wanted["scale"]]["rows"]
+    known = {row["method"]: row["value"] for row in rows if row["metric"] == wanted["metric"]}
+    table = []
+    for label, how, method in wanted["methods"]:
+        cells = []
+        for data in wanted["data"]:
+            best = min(known[f"{data}: {m}"] for _, _, m in wanted["methods"] if m not in wanted["apart"])
+            value = known[f"{data}: {method}"]
+            is_best = method not in wanted["apart"] and f"{value:.3f}" == f"{best:.3f}"
+            text = f"{value:.3f}".replace("-", "−")
+            cells.append(f"**{text}**" if is_best else text)
+        table.append([label, how, *cells])
+    return {"header": ["method", "callback", *wanted["data"]], "rows": table}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -92,8 +132,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _benchmarks(entries: Sequence[dict[str, Any]]) -> str:
     parts = [
-        f"{NOTE}# Benchmarks\n\nThese are timings, sizes and rates of the library, each with its command, date and "
-        "number of repeats. All are of a machine with two CPU cores. Ratios compare; seconds belong to that machine."
+        f"{NOTE}# Benchmarks\n\nThese are timings, sizes and rates of the library and of others, each with its "
+        "command, date and number of repeats. All but those of the first part are of a machine with two CPU cores. "
+        "Ratios compare; seconds belong to that machine. Quality at equal cost is on [another page](equal_cost.md)."
     ]
     for entry in entries:
         facts = [["Command", f"`{entry['command']}`"]]

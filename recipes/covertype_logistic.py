@@ -1,4 +1,4 @@
-"""One data pass of Bayesian logistic regression on Covertype: SGLD, pSGLD, SGHMC, EWSG and FlyMC (EWSG, Table 1).
+"""One epoch of Bayesian logistic regression on Covertype: SGLD, pSGLD, SGHMC, EWSG and FlyMC (EWSG, Table 1).
 
 Cover type 2 against the rest, 80/20, prior N(0, 10·I), batches of 50, the paper's steps h: SGHMC 1e-3, EWSG 3e-3 (both
 underdamped with γ = 50), SGLD 2e-5, pSGLD and FlyMC 5e-3. (The paper's formula writes the prior as 5‖θ‖², which is N(0,
@@ -186,7 +186,7 @@ def converged(target: LogisticRegressionSum, chains: int, seed: int) -> Tensor:
 
 
 def fireflies(target: LogisticRegressionSum, settings: Settings, seed: int) -> tuple[list[Tensor], float, float]:
-    """Return each chain's last state (1, d), the time of 100 chains, and the data passes of one."""
+    """Return each chain's last state (1, d), the time of 100 chains, and the epochs of one."""
     exact = target.to(dtype=torch.float64)
     mode, _ = laplace(target)
     bound = LogisticBound.tuned(exact.inputs, exact.labels, PRIOR_VARIANCE**0.5, mode)
@@ -213,7 +213,7 @@ def load(root: Path, full: bool, scale: float) -> tuple[LogisticRegressionSum, S
 def one(
     method: str, scale: float, repeat: int, settings: Settings, options: Options
 ) -> tuple[list[Tensor], float, float]:
-    """Return a run's test probabilities at the marks or its end, its seconds, and its data passes."""
+    """Return a run's test probabilities at the marks or its end, its seconds, and its epochs."""
     target, test = load(options.data_root, settings.full_table, scale)
     if method == CONVERGED:
         return [predictions(converged(target, settings.chains, options.seed), test.inputs)], 0.0, 0.0
@@ -272,7 +272,7 @@ def _table(found: Outcomes, labels: Tensor, label: str) -> list[Row]:
             ratio = [time / first for time, first in zip(seconds[method], seconds["SGLD"], strict=True)]
             rows.append(mean_row(label + method, "time over SGLD's", ratio, paper))
         if method == FIREFLY:
-            rows.append(Row(label + method, "data passes", found[method, 0][2]))
+            rows.append(Row(label + method, "epochs", found[method, 0][2]))
     for better, worse in PAIRS:
         if better in methods and worse in methods:
             gains = _levels(found, better, labels)[:, -1] - _levels(found, worse, labels)[:, -1]
@@ -301,7 +301,7 @@ def _picture(curves: dict[str, list[list[float]]], level: float, path: Path) -> 
     for index, (method, repeats) in enumerate(curves.items()):
         draw_band(axes, MARKS, repeats, index, method)
     axes.axhline(level, color="black", linestyle=":", linewidth=1, label="converged")
-    axes.set_xlabel("data passes")
+    axes.set_xlabel("epochs")
     axes.set_ylabel(f"test log likelihood (nats)\n{INTERVAL}")
     legend_above(axes, columns=4)
     save_figure(figure, path)

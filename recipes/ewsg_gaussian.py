@@ -1,6 +1,6 @@
-"""Exponentially weighted gradients on a sum of Gaussians: KL against data passes, x, M, and the error's scaling.
+"""Exponentially weighted gradients on a sum of Gaussians: KL against epochs, x, M, and the error's scaling.
 
-Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 data passes, γ
+Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 epochs, γ
 = 10, the paper's step sizes. The figures depend on the centres, so all are means over draws of the centres (± standard
 error); the paper has one draw. The paper's KL(p‖q) "between the target distribution and generated samples" is read as
 KL(target‖samples), with a Gaussian fitted to the chains. The table also has the other direction. Chains start from
@@ -59,7 +59,7 @@ class Settings:
 
     Attributes:
         draws, chains: of the centres, and of each method on each of them.
-        passes, marks: length of a run in data passes, and the points of its curve.
+        passes, marks: length of a run in epochs, and the points of its curve.
         times, h_of_times: times T of the errors at one small h.
         small_steps, time_of_small, limit_step: steps h at a small T, and the step that stands for h → 0.
         large_steps, time_of_large: steps h at a large T.
@@ -309,7 +309,7 @@ def divergence_figure(curves: dict[str, np.ndarray], settings: Settings) -> "Fig
             draw_band(axes, settings.marks, curves[name][:, :, 0], index, name, is_positive=True)
         axes.set_yscale("log")
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("data passes")
+        axes.set_xlabel("epochs")
         axes.legend(fontsize=7, edgecolor="none", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     for axes in grid[:, 0]:
         axes.set_ylabel(f"KL(target‖samples)\n{INTERVAL}")

@@ -1,7 +1,7 @@
 """Test log likelihood of logistic regression on parkinsons and pima: SGHMC, EWSG, EWSG-VR and the full gradient.
 
 Li et al. 2021 (EWSG), appendix F and Figure 5, with b = 1 and M = 1: mean and standard deviation over independent
-chains of the test data's mean log likelihood, against data passes. The paper gives no prior, step sizes or friction
+chains of the test data's mean log likelihood, against epochs. The paper gives no prior, step sizes or friction
 here, and pictures without numbers. Ours: prior N(0, 10·I), inputs standardised, an intercept, γ = 10, 80/20 splits,
 chains from θ = 0. All methods have the same step h, chosen by a rule that looks at no result: the largest eigenvalue of
 EWSG-VR's h·Γ at θ = 0, which must be below 2 for Euler's step, is 0.5, and 0.1 in a second run. The reference is the
@@ -64,7 +64,7 @@ class Settings:
 
     Attributes:
         splits, chains: random splits of a table, and chains of a method on each.
-        passes: data passes of the methods with batches, by table.
+        passes: epochs of the methods with batches, by table.
         full_steps: steps with the full gradient.
         limits: the largest eigenvalue of h·Γ at θ = 0, which must stay below 2.
         test_fraction: share of the test data.
@@ -86,7 +86,7 @@ class Settings:
 
     @property
     def work(self) -> float:
-        """The data passes of all chains over the tables, which have 768 and 195 rows."""
+        """The epochs of all chains over the tables, which have 768 and 195 rows."""
         rows = {"pima": 768, "parkinsons": 195}
         batches = sum(
             rows[table] * (len(METHODS) * passes + 2 * self.full_steps) for table, passes in self.passes.items()
@@ -233,7 +233,7 @@ def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], settings: Settin
             axes.set_ylim(min(shown.min(), level) - margin, max(shown.max(), level) + margin)
             axes.set_xscale("log")
             axes.set_title(f"{table}: {('mean', 'standard deviation')[column]} over chains", fontsize=9)
-            axes.set_xlabel("data passes")
+            axes.set_xlabel("epochs")
     grid[0][0].set_ylabel("test log likelihood")
     grid[-1][0].set_ylabel("test log likelihood")
     legend_below(figure, grid[0][0])

@@ -1,4 +1,4 @@
-"""Bayesian networks on MNIST by EWSG and other samplers, at equal data passes (EWSG, Tables 2 and 3).
+"""Bayesian networks on MNIST by EWSG and other samplers, at equal epochs (EWSG, Tables 2 and 3).
 
 A perceptron 784-100-10 and a convolutional network under a standard normal prior on weights and biases; the figure is
 the test error of the average over 100 samples from the second half of a run, which starts at torch's initialisation.
@@ -105,7 +105,7 @@ class Settings:
 
     Attributes:
         images: N: the first images of MNIST's training images.
-        epochs, epochs_cnn: data passes of a run of each network; samples are drawn in the second half.
+        epochs, epochs_cnn: epochs of a run of each network; samples are drawn in the second half.
         coarser: factor of the paper's step sizes, for runs of fewer steps.
         repeats: repeats of each run.
         networks: the networks to run.
@@ -128,7 +128,7 @@ class Settings:
     hidden: int
 
     def passes(self, network: str) -> int:
-        """Return the data passes of a run of a network."""
+        """Return the epochs of a run of a network."""
         return self.epochs if network == "MLP" else self.epochs_cnn
 
     @property
@@ -295,7 +295,7 @@ def rows_of(network: str, curves: dict[str, list[Curve]]) -> list[Row]:
             rows.append(Row(method, f"{network}: its standard deviation over runs", deviation(errors), None, spread))
         single = [sum(curve.single) / len(curve.single) for curve in curves[method]]
         rows.append(mean_row(method, f"{network}: test error of single samples, %", single))
-        rows.append(mean_row(method, f"{network}: data passes", [curve.average[-1][0] for curve in curves[method]]))
+        rows.append(mean_row(method, f"{network}: epochs", [curve.average[-1][0] for curve in curves[method]]))
     for other in (method for method in final if method != "EWSG"):
         gains = [a - b for a, b in zip(final["EWSG"], final[other], strict=True)]
         place = ("MLP", "CNN").index(network)

@@ -31,15 +31,17 @@ def test_a_verdict_that_contradicts_a_paper_names_the_run_that_shows_why(name: s
     entry = ENTRIES[name]
     assert entry["verdict"] in VERDICTS
     assert len(entry["why"]) > 40
-    if entry["verdict"] in ("order only", "not, because"):
+    if entry["verdict"] in ("ranking reproduced", "not reproduced"):
         assert "→" in entry["verdict_by"]
 
 
 def test_intervals_are_those_of_student() -> None:
-    """Mean 2 of (1, 2, 3): standard error 1/√3, half width 4.303/√3 = 2.484."""
-    assert pages._number_with_interval(2.0, 3**-0.5, 3) == "2.0 [-0.5, 4.5]"
+    """Mean 2 and standard error 1/2 of four repeats: half width 3.182/2 = 1.591. Fewer repeats have no interval."""
+    assert pages._number_with_interval(2.0, 0.5, 4) == "2.0 [0.4, 3.6]"
+    assert pages._number_with_interval(2.0, 0.5, 3) == "2"
+    assert pages._number_with_interval(2.0, 0.5, 2) == "1.5, 2.5", "(1.5, 2.5) have mean 2 and standard error 1/2"
     assert pages._number_with_interval(2.0, 0.5, None) == "2 ± 0.5"
-    assert pages._cell([2.0, 1.0], 3, True) == "2.0 [-0.5, 4.5]"
+    assert pages._cell([2.0, 1.0], 4, True) == "2.0 [0.4, 3.6]", "the standard deviation over √4"
     assert pages._number_with_interval(0.22, 2e-17, 8) == "0.22"
 
 

@@ -104,8 +104,8 @@ print(f"{(run / 'report.html').stat().st_size / 1e6:.1f} MB")
 # %% [markdown]
 # ## When something is wrong
 #
-# A mistake is one sentence, and the exit code is 2. Nothing was run. [Clusters and crashes](../../howto/clusters/)
-# has all codes.
+# A mistake is one sentence, and the exit code is 2. Nothing was run.
+# [Resume, failures and clusters](../../howto/resume/#exit-codes) has all codes.
 
 # %%
 # !sgmcmc fit --config run.yaml --model.lr=-1 2> wrong.err; echo "exit code $?"; tail -2 wrong.err

@@ -1,7 +1,7 @@
 """A schedule as the rest of a run sees it: the controls of each step, which states are samples, and how long it is."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
+from lightning_sgmcmc.tensors import mean_of
 
 
 class StepControls(NamedTuple):
@@ -167,6 +168,16 @@ class Schedule(SamplerCallback):
     def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
         """Return the step size of a parameter group at step k."""
         return group["initial_lr"] * controls.lr_factor  # type: ignore[no-any-return]
+
+    def trace(self, steps: Iterable[int], group: dict[str, Any]) -> list[tuple[float, float, int]]:
+        """Return step size, τ and cycle at the run's steps after a warm start, for one of the sampler's groups."""
+        found = []
+        for step in steps:
+            controls = self.controls(step)
+            temperature = self._target_temperature if controls.temperature is None else controls.temperature
+            lr = self._lr(group, step, controls) if self.sets_lr else group["lr"]
+            found.append((mean_of(lr), mean_of(temperature) * controls.temperature_factor, self.cycle_of(step)))
+        return found
 
     sets_lr = True
 

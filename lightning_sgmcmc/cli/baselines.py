@@ -10,7 +10,7 @@ import yaml
 from rich.table import Table
 
 from lightning_sgmcmc.chains.trainer import run_folder
-from lightning_sgmcmc.fit.results import METHODS, RESULTS, SUMMARY, plain_console, shown_path, write_results
+from lightning_sgmcmc.fit.results import BASELINES, METHODS, RESULTS, SUMMARY, plain_console, shown_path, write_results
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
@@ -20,8 +20,6 @@ from lightning_sgmcmc.report.run_record import CONFIG
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 MEMBERS = {"sgd": 1, "ensemble": 4}
-NAMES = {"sgd": "one network", "ensemble": "ensemble of 4"}
-"""What the table calls them."""
 DECAY = 5e-4
 """Weight decay of the baselines, the usual default."""
 
@@ -102,7 +100,7 @@ def _print(folder: Path) -> None:
     table = Table(title="At equal cost, on the test data")
     table.add_column("")
     for method in methods:
-        table.add_column(NAMES.get(method, METHODS.get(method, method)).replace(" ", "\n", 1), justify="right")
+        table.add_column((METHODS | BASELINES).get(method, method).replace(" ", "\n", 1), justify="right")
     for metric in metrics:
         cells = (values.get((method, metric)) for method in methods)
         table.add_row(metric, *("" if value is None else f"{value:.4f}" for value in cells))

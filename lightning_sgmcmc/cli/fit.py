@@ -17,7 +17,6 @@ from jsonargparse import Namespace
 
 from lightning_sgmcmc import callbacks
 from lightning_sgmcmc.callbacks import AutoSampling, PredictionWriter, RunSummary, SampleCollector, recommended
-from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import SUBJECTS
@@ -28,6 +27,7 @@ from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError, no_folder_left_b
 from lightning_sgmcmc.files import free_name, is_regular, is_remote, replacing, write_atomically, write_output
 from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
+from lightning_sgmcmc.fit.results import CHOICES
 from lightning_sgmcmc.fit.safeguards import samples_drawn
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import cli, fabric, pl, rank_zero_info

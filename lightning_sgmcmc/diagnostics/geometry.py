@@ -113,8 +113,8 @@ def interpolate(first: State, second: State, position: float) -> dict[str, Tenso
 def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int, str]]:
     """Choose pairs of samples whose segments are evaluated, from (chain, cycle) of each in the order of drawing.
 
-    Within a cycle it is the first and last sample; between two cycles or chains the last of each. The newest are
-    chosen, as evenly over the three kinds as possible.
+    Within a cycle, or a chain without cycles, it is the first and last sample; between two cycles or chains the last
+    of each. The newest are chosen, as evenly over the three kinds as possible.
     """
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}
@@ -125,8 +125,9 @@ def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[i
     for (chain, _), index in sorted(last.items(), key=lambda item: item[1]):
         chains.setdefault(chain, []).append(index)
     ends = [chains[chain][-1] for chain in sorted(chains)]
+    within = "within a cycle" if len({cycle for _, cycle in last}) > 1 else "within a chain"
     kinds = {
-        "within a cycle": [(first[place], last[place]) for place in last if first[place] != last[place]],
+        within: [(first[place], last[place]) for place in last if first[place] != last[place]],
         "between cycles": [pair for of_chain in chains.values() for pair in itertools.pairwise(of_chain)],
         "between chains": list(itertools.pairwise(ends)),
     }

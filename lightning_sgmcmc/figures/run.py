@@ -39,26 +39,34 @@ def schedule_figure(
     sample_steps: Sequence[float],
     warm_steps: int = 0,
     cycles: Cycles = (),
+    is_joined: bool = True,
 ) -> "Figure":
     """Draw step size and temperature against the step, with the samples and a warm start's steps marked.
 
     Args:
-        steps: the logged steps.
+        steps: steps close enough for lines between them, or with `is_joined=False` a few logged ones.
         lr, temperature: step size and temperature at these steps.
         sample_steps: the steps of the samples.
         warm_steps: steps of a warm start.
         cycles: first and last step of each cycle, of which every second is shaded.
+        is_joined: whether lines join the steps; otherwise they are points, and the samples are ticks on the axis.
     """
     figure, (upper, lower) = canvas(2, height=3.6)
     for axes in (upper, lower):
         shade_cycles(axes, cycles)
         if warm_steps:
             axes.axvspan(0, warm_steps, facecolor=SHADE, edgecolor="0.6", hatch="//", linewidth=0, label="warm start")
-    upper.plot(steps, lr, color="black", linewidth=1, marker=point_marker(steps))
-    _mark_samples(upper, steps, lr, sample_steps)
+    if is_joined:
+        upper.plot(steps, lr, color="black", linewidth=1, marker=point_marker(steps))
+        _mark_samples(upper, steps, lr, sample_steps)
+        lower.step(steps, temperature, where="mid", color="black", linewidth=1, marker=point_marker(steps))
+    else:
+        for axes, values in ((upper, lr), (lower, temperature)):
+            axes.plot(steps, values, ".", color="black", markersize=3, label="logged steps")
+            if len(sample_steps):
+                axes.plot(sample_steps, [0] * len(sample_steps), "|", color=SAMPLE_COLOUR, label="samples")
     upper.set_ylabel("step size lr")
     legend_above(upper)
-    lower.step(steps, temperature, where="post", color="black", linewidth=1, marker=point_marker(steps))
     lower.set_ylabel("temperature τ")
     lower.set_xlabel("optimizer step")
     return figure

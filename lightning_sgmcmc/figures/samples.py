@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from lightning_sgmcmc.evaluation.comparison import ChainRow
 
 
-KINDS = ("within a cycle", "between cycles", "between chains")
+KINDS = ("within a cycle", "between cycles", "between chains", "within a chain")
 GROUPS_WITH_NAMES = 12
 """With more cycles or chains than this, a colour bar replaces the legend."""
 TENSORS_SHOWN = 40
+FAR_APART = 2.0
+"""A chain does not return if its first and last thirds are this many times as far apart as samples within them."""
 
 
 def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Figure":
@@ -67,7 +69,22 @@ def geometry_figure(
     first, second = (f"coordinate {name} ({part:.0%} of the variance)" for name, part in zip("12", share, strict=True))
     axes.set_xlabel(first)
     axes.set_ylabel(second)
+    apart = max((_drift(points[of_chain == chain]) for chain in np.unique(of_chain)), default=0.0)
+    if apart > FAR_APART:
+        says = "The first and the last third are" if len(np.unique(of_chain)) == 1 else "Thirds of a chain are"
+        axes.set_title(f"{says} far apart: the chain moves on and does not return.", fontsize=8, pad=22)
     return figure
+
+
+def _drift(path: Any) -> float:
+    """Return the mean distance between the first and last third of a path over that within these thirds."""
+    third = len(path) // 3
+    if third < 3:
+        return 0.0
+    first, last = path[:third], path[-third:]
+    within = [np.linalg.norm(part[:, None] - part[None], axis=-1)[np.triu_indices(third, 1)] for part in (first, last)]
+    between = np.linalg.norm(first[:, None] - last[None], axis=-1)
+    return float(between.mean() / max(np.concatenate(within).mean(), 1e-30))
 
 
 def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, kind: str) -> None:

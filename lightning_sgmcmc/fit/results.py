@@ -441,11 +441,14 @@ def _git(folder: Path | None, *command: str) -> str:
 
 
 RESULTS, TABLE, SUMMARY = "results.json", "table.md", "summary.txt"
+CHOICES = "auto.yaml"
+"""The choices of `AutoSampling`: the scales of each chain's prior, and the steps from which they hold."""
 OPTIMIZED = "states of an optimization (temperature 0)"
 """What `results.json` calls the samples of a run at temperature 0."""
 NETWORKS = "networks ({kind})"
 """What it calls those of a baseline, which its "kind" names."""
 STAGES = ("val", "test")
+STAGE_NAMES = {"val": "validation data", "test": "test data"}
 METHODS = {
     "guessing": "guessing",
     "single": "mean single sample",
@@ -454,6 +457,8 @@ METHODS = {
     "bma": "model average",
 }
 """What tables call the methods of `results.json`."""
+BASELINES = {"sgd": "one network", "ensemble": "ensemble of 4"}
+"""What tables call those of `sgmcmc fit --baselines`, by their folders in `baselines` of the run's."""
 LARGEST_HEALTH = 2**26
 
 

@@ -258,7 +258,7 @@ def prior_std(prior: Prior, name: str, shape: Sequence[int]) -> tuple[float | No
 def _notes(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, approximate: bool) -> list[str]:
     notes = []
     if approximate:
-        notes.append(f"{type(module.prior).__name__} is planned as a Gaussian of its scale, which is approximate.")
+        notes.append("The prior is planned as a Gaussian of the scale at its start, which is approximate.")
     if any(map(is_expanded, module.modules())):
         notes.append("The plan is for the factors of expanded weights, as if the prior alone decided them.")
     notes += filter(None, [sampler.plan_note()])

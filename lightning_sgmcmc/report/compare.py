@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import Array, percentile_interval, resampled_means
 from lightning_sgmcmc.files import write_output
-from lightning_sgmcmc.fit.results import StoredEvaluation, evaluation_file, read_evaluation
+from lightning_sgmcmc.fit.results import STAGE_NAMES, STAGES, StoredEvaluation, evaluation_file, read_evaluation
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.report import html
 from lightning_sgmcmc.report.html import Cell, Table
@@ -17,7 +17,6 @@ from lightning_sgmcmc.report.run_record import RunError, find_run
 
 WIDTH = 80
 """Columns of the printed table."""
-DATA = {"test": "test data", "val": "validation data"}
 NAMES = {"nll": "NLL", "error": "error", "brier": "Brier", "square_error": "RMSE"}
 """The columns of per-datum results, and what their means are called."""
 
@@ -66,19 +65,29 @@ def compare_runs(runs: Sequence[str | Path]) -> list[ComparedRun]:
     found = _evaluations(folders)
     _check_data(folders, found)
     names = [name for name in NAMES if all(name in one.columns for one in found)]
-    draws = {name: _means(name, [one.columns[name].double().numpy() for one in found]) for name in names}
     labels, compared = _labels(folders), []
     for index, (folder, evaluation) in enumerate(zip(folders, found, strict=True)):
         origin = _origin(folder, evaluation)
         metrics, differences = {}, {}
-        for name, (values, resampled) in draws.items():
-            metrics[name] = Interval(values[index], *percentile_interval(resampled[index]))
+        for name in names:
+            metrics[name] = interval_of(evaluation, name)
             if index:
-                change = percentile_interval(resampled[index] - resampled[0])
-                differences[name] = Interval(values[index] - values[0], *change)
+                differences[name] = paired_difference(evaluation, found[0], name)
         cost = (origin.gradient_evaluations, origin.seconds)
         compared.append(ComparedRun(labels[index], evaluation, origin.kind, *cost, metrics, differences))
     return compared
+
+
+def interval_of(evaluation: StoredEvaluation, name: str) -> Interval:
+    """Return the mean of one of its columns with its interval."""
+    (value,), resampled = _means(name, [evaluation.columns[name].double().numpy()])
+    return Interval(value, *percentile_interval(resampled[0]))
+
+
+def paired_difference(one: StoredEvaluation, other: StoredEvaluation, name: str) -> Interval:
+    """Return the difference of two means of a column over the same data, with its paired interval."""
+    values, resampled = _means(name, [part.columns[name].double().numpy() for part in (one, other)])
+    return Interval(values[0] - values[1], *percentile_interval(resampled[0] - resampled[1]))
 
 
 def _means(name: str, columns: list[Array]) -> tuple[list[float], Array]:
@@ -93,7 +102,7 @@ def _means(name: str, columns: list[Array]) -> tuple[list[float], Array]:
 def _evaluations(folders: Sequence[Path]) -> list[StoredEvaluation]:
     """Return the runs' evaluations on the test data if all have them, else on the validation data."""
     lacking = {}
-    for stage in DATA:
+    for stage in reversed(STAGES):
         paths = [_newest(folder, stage) for folder in folders]
         missing = next((folder for folder, path in zip(folders, paths, strict=True) if path is None), None)
         if missing is None:
@@ -120,7 +129,7 @@ def _read(path: Path) -> StoredEvaluation:
 
 def _origin(folder: Path, evaluation: StoredEvaluation) -> StoredEvaluation:
     """Return the evaluation that the process of the fit wrote, which knows the cost, else the given one."""
-    own = [_read(path) for stage in DATA if (path := evaluation_file(folder, stage)).exists()]
+    own = [_read(path) for stage in STAGES if (path := evaluation_file(folder, stage)).exists()]
     return max([evaluation, *own], key=lambda one: one.gradient_evaluations)
 
 
@@ -130,7 +139,7 @@ def _check_data(folders: Sequence[Path], found: Sequence[StoredEvaluation]) -> N
         counts = len(first.columns["nll"]), len(other.columns["nll"])
         if other.data != first.data or counts[0] != counts[1]:
             raise RunError(
-                f"{folders[0]} and {folder} were evaluated on different {DATA[first.stage]} ({counts[0]} and "
+                f"{folders[0]} and {folder} were evaluated on different {STAGE_NAMES[first.stage]} ({counts[0]} and "
                 f"{counts[1]} data, with other targets), so they cannot be compared: pass runs on the same data"
             )
 
@@ -171,13 +180,13 @@ def difference_rows(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[s
     """Return the table of paired differences from the first run; a star marks intervals off zero."""
     names = list(runs[0].metrics)
     header = ["run", *(f"Δ{NAMES[name]}" for name in names)]
-    return header, [[run.name, *(_difference(run.differences[name]) for name in names)] for run in runs[1:]]
+    return header, [[run.name, *(difference_text(run.differences[name]) for name in names)] for run in runs[1:]]
 
 
 def text(runs: Sequence[ComparedRun]) -> str:
     """Return the comparison as text of at most 80 columns."""
     first = runs[0]
-    title = f"{len(runs)} runs on the same {len(first.evaluation.columns['nll'])} {DATA[first.evaluation.stage]}"
+    title = f"{len(runs)} runs on the same {len(first.evaluation.columns['nll'])} {STAGE_NAMES[first.evaluation.stage]}"
     lines = [
         title,
         "",
@@ -205,7 +214,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
     return html.render(
         "comparison.html",
         title="Comparison",
-        subtitle=f"{len(runs)} runs on {len(first.columns['nll'])} {DATA[first.stage]}",
+        subtitle=f"{len(runs)} runs on {len(first.columns['nll'])} {STAGE_NAMES[first.stage]}",
         quality=Table(*quality_rows(runs), "Metrics of the averages, and cost"),
         differences=Table(difference_rows(runs)[0], changes, f"Differences from {runs[0].name}"),
         metrics=Table(["run", *known], others, "Metrics of the averages"),
@@ -222,11 +231,12 @@ def _note(runs: Sequence[ComparedRun]) -> str:
 
 
 def _cell(change: Interval) -> Cell | str:
-    shown = _difference(change)
+    shown = difference_text(change)
     return Cell(shown, "good" if change.high < 0 else "bad") if change.is_off_zero else shown
 
 
-def _difference(change: Interval) -> str:
+def difference_text(change: Interval) -> str:
+    """Return a difference with its interval, and a star if that excludes 0."""
     star = "*" if change.is_off_zero else ""
     return f"{change.value:+.4f} [{change.low:+.4f}, {change.high:+.4f}]{star}".replace("-", "−")
 

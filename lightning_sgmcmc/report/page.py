@@ -1,7 +1,6 @@
-"""The report as a whole: five sentences, the verdict and four pictures; the rest is folded."""
+"""The report as a whole: five sentences, results, the verdict and four pictures; the rest is folded."""
 
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,38 @@ from lightning_sgmcmc.chains.samples import comparable_log_weights
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import text_without_secrets, write_atomically
-from lightning_sgmcmc.fit.results import OPTIMIZED, is_of_optimization
+from lightning_sgmcmc.fit.results import OPTIMIZED, STAGE_NAMES, is_of_optimization
 from lightning_sgmcmc.health.advice import LEVELS, Advice, advise
 from lightning_sgmcmc.health.report import POSTERIOR
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.report import html
 from lightning_sgmcmc.report.html import Table, is_finite
 from lightning_sgmcmc.report.pictures import pictures
-from lightning_sgmcmc.report.run_record import CONFIG, MARKS, RunRecord, find_run, read_run
-from lightning_sgmcmc.report.tables import chains, equal_weights, results, samples, tensors, weights
+from lightning_sgmcmc.report.run_record import CONFIG, RunRecord, find_run, read_run
+from lightning_sgmcmc.report.tables import chains, equal_weights, other_results, results, samples, tensors, weights
 
 VERSION = "version."
 """Prefix of the versions among a run's settings."""
 OF_RUN = "run."
 """What the names of the run's settings begin with in `hparams.yaml`."""
-ELSEWHERE = (VERSION, "plan.")
+ELSEWHERE = (VERSION, "plan.", "callbacks")
 """Prefixes of the settings that other parts of the page show."""
-PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None, "seed": None}
-"""Labels of hyperparameters; None omits one."""
+PLAIN_NAMES = {
+    "lr": "Step size lr",
+    "num_data": "Training data N",
+    "num_parameters": "Parameters",
+    "max_steps": None,
+    "temperature": None,
+    "num_chains": None,
+    "seed": None,
+    "schedule.temperature": None,
+    "schedule.lr": None,
+}
+"""Labels of hyperparameters; None omits one, which the page says elsewhere."""
+AS_USUAL = {"chain_start": "own", "sampled": "all", "order": "BatchOrder", "accumulate_grad_batches": "1"}
+"""Settings that are left out where they have their default."""
+CONCENTRATED = 10
+"""Weights of a smaller effective sample size are a reason for attention."""
 LONGEST_SETTINGS, LONGEST_TEXT = 2**16, 2_000
 """Characters of `hparams.yaml` that are read, and of a recorded text that are shown."""
 MOST_SENTENCES = 20
@@ -66,7 +79,8 @@ def write_report(run: str | Path, output: str | Path | None = None, parameters: 
 def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
     """Return the report's HTML."""
     of_chains = chains(run, parameters)
-    stage = {"val": "validation data", "test": "test data"}.get(str(run.results.get("stage")))
+    stage = STAGE_NAMES.get(str(run.results.get("stage")))
+    is_comparable = not run.has_several_scales
     return html.render(
         "report.html",
         title=str(run.results.get("recipe") or run.name),
@@ -75,12 +89,13 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
         verdict=_verdict(run, of_chains.attention),
         pictures=pictures(run),
         results={"text": None if run.rows else run.texts.get("table.md"), "tables": results(run)},
+        other_results=other_results(run),
         facts=_facts(run),
         plan=_plan(run),
-        samples=samples(run.records),
+        samples=samples(run.records, is_comparable),
         weights=weights(run.records),
         chains=of_chains.tables,
-        tensors=tensors(run.health),
+        tensors=tensors(run.health, is_comparable),
         repeat=_repeat(run),
     )
 
@@ -127,9 +142,8 @@ def _attention(run: RunRecord) -> list[str]:
         found.append(f"Results without a finite value: {', '.join(bad)}.")
     if run.records and not equal_weights(run.records):
         try:
-            efficiency = weight_efficiency(comparable_log_weights(run.records))
-            if efficiency < 0.5:
-                worth = efficiency * len(run.records)
+            worth = weight_efficiency(comparable_log_weights(run.records)) * len(run.records)
+            if worth < min(CONCENTRATED, len(run.records) / 2):
                 found.append(
                     f"The weights are concentrated: the effective sample size of {len(run.records)} samples is "
                     f"{worth:.1f}."
@@ -149,12 +163,16 @@ def _attention(run: RunRecord) -> list[str]:
 def _facts(run: RunRecord) -> Facts:
     results, records = run.results, run.records
     seed, cycles = results.get("seed"), len({r.cycle for r in records})
-    named = [(PLAIN_NAMES.get(k, k.replace("_", " ").capitalize()), v) for k, v in _settings(run).items()]
-    here = run.folder
-    written = [mark.stat().st_mtime for name in MARKS if (mark := here / name).is_file()]
+    settings = {k: v for k, v in _settings(run).items() if AS_USUAL.get(k) != v}
+    scale = _prior_scale(run)
+    if scale is not None:
+        settings = {k: v for k, v in settings.items() if k != "prior" and not k.startswith("schedule.prior_")}
+    named = [(PLAIN_NAMES.get(k, _label(k)), v) for k, v in settings.items() if not k.startswith(ELSEWHERE)]
+    planned, origin = (part if isinstance(part := results.get(name), dict) else {} for name in ("plan", "origin"))
+    temperature = planned.get("temperature")
     return [
         ("Recipe", results.get("recipe")),
-        ("Scale", results.get("scale")),
+        ("Date", _text(origin.get("date"))),
         ("Seed", None if seed is None else str(seed)),
         ("Duration", _duration(results.get("seconds"))),
         ("Optimizer steps", max([*run.steps, *(r.step for r in records)], default=None)),
@@ -162,9 +180,25 @@ def _facts(run: RunRecord) -> Facts:
         ("Samples are", results.get("samples")),
         ("Chains", len({r.chain for r in records}) or None),
         ("Cycles", cycles if cycles > 1 else None),
-        *((k, v) for k, v in named if k is not None and v != "None" and not k.lower().startswith(ELSEWHERE)),
-        ("Finished", time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written, default=here.stat().st_mtime)))),
+        ("Temperature τ", f"{temperature:g}" if is_finite(temperature) else settings.get("temperature")),
+        ("Prior", scale),
+        *((k, v) for k, v in named if k is not None and v != "None"),
     ]
+
+
+def _label(name: str) -> str:
+    """Return a setting's name in words: "Sampler: floor" of "sampler.floor"."""
+    words = name.replace("_", " ").replace(".", ": ")
+    return f"{words[:1].upper()}{words[1:]}"
+
+
+def _prior_scale(run: RunRecord) -> str | None:
+    """Return the scale of a prior that the run chose, at its start and at its end; None if it was the user's."""
+    if not run.prior_scales:
+        return None
+    first = " and ".join(dict.fromkeys(f"{chain[0]:.3g}" for chain in run.prior_scales))
+    last = " and ".join(dict.fromkeys(f"{chain[-1]:.3g}" for chain in run.prior_scales))
+    return f"Gaussian, std {last}" if first == last else f"Gaussian, std {last} at the end, {first} at the start"
 
 
 def _settings(run: RunRecord) -> dict[str, str]:
@@ -212,18 +246,27 @@ def _plan(run: RunRecord) -> dict[str, Any] | None:
     return {
         "called": known,
         "facts": [
-            (str(row[0]).strip(), str(row[1])) for row in lists["rows"] if isinstance(row, list) and len(row) == 2
+            (str(row[0]).strip(), str(row[1]))
+            for row in lists["rows"]
+            if isinstance(row, list) and len(row) == 2 and row[1] != "unknown"
         ],
         "sentences": [*(f"{text}." for text in texts["warnings"]), *texts["notes"]],
-        "tensors": _planned_tensors(found.get("tensors")),
+        "tensors": _planned_tensors(found.get("tensors"), run.has_several_scales),
     }
 
 
-def _planned_tensors(found: Any) -> Table | None:
+def _planned_tensors(found: Any, has_several_scales: bool) -> Table | None:
     given = found.items() if isinstance(found, dict) else ()
-    names = ("numel", "prior_std", "relaxation_times", "configurational_temperature")
-    rows = [[str(name), *(part.get(key) for key in names)] for name, part in given if isinstance(part, dict)]
-    header = ["tensor", "elements", "prior std", "relaxation times", "expected configurational temperature"]
+    names = {
+        "numel": "elements",
+        "prior_std": "prior std at the start" if has_several_scales else "prior std",
+        "relaxation_times": "relaxation times",
+        "configurational_temperature": "expected configurational temperature",
+    }
+    parts = {str(name): part for name, part in given if isinstance(part, dict)}
+    known = [key for key in names if any(part.get(key) is not None for part in parts.values())]
+    rows = [[name, *(part.get(key) for key in known)] for name, part in parts.items()]
+    header = ["tensor", *(names[key] for key in known)]
     label = "Plan of each tensor"
     return Table(header, rows, label, folded=label) if rows else None
 
@@ -243,7 +286,6 @@ def _repeat(run: RunRecord) -> dict[str, Any]:
     seed = run.results.get("seed", settings.get("seed"))
     facts: Facts = [
         ("Command of this run", _text(origin.get("command")) or "not recorded"),
-        ("Date", _text(origin.get("date"))),
         ("Seed", "not recorded" if seed is None else str(seed)),
         ("Commit of the working folder", _text(origin.get("commit")) or "not recorded"),
         ("Machine", _text(origin.get("platform"))),

@@ -3,6 +3,7 @@
 import io
 import math
 from base64 import b64encode
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,30 +23,53 @@ from lightning_sgmcmc.report.run_record import RunRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MARKED = "with the samples marked; of a cyclical run every second cycle is shaded"
-CAPTIONS = {
-    "energy": "The mini-batches' NLL per example along the run and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 "
-    f"under the prior, {MARKED}.",
-    "sample_energy": "Energies of the samples, by chain.",
-    "energy_histogram": "Energies of the samples.",
-    "schedule": f"Step size and temperature along the run, {MARKED}.",
-    "traces": f"Traces of four single weights along the run, {MARKED}.",
-    "temperatures": "Measured temperatures of each tensor with 95 % intervals, and the target.",
-    "contour": "Energies that the contour run visited, and the target's by the learned π.",
-    "multiplier": "The gradient multiplier κ against the energy; the bouncy zone is where it is negative.",
-    "running": "Each metric of the average over the first samples, and of single samples.",
-    "running_": "The running model average and single samples against the number of samples:",
-    "reliability": "Accuracy of the model average against its confidence, with 95 % binomial intervals, and the number "
-    "of data in each bin.",
-    "entropy": "Entropy of the predictive distribution.",
-    "weight": "Weights of the samples.",
-    "geometry": "The samples' geometry in weight space.",
-    "chains": "The samples' energies by chain, and the NLL of each chain's average.",
-    "segments": "The loss on the segments between samples.",
+WORDS = {
+    "energy": ("Training loss", "NLL per example of the mini-batches along the run."),
+    "sample_energy": ("Energies of the samples", "Energies of the samples, by chain."),
+    "energy_histogram": ("Energies of the samples", "How often each energy occurs among the samples."),
+    "schedule": ("Schedule", "Step size and temperature along the run."),
+    "traces": ("Single weights", "Values of single weights along the run."),
+    "temperatures": (
+        "Temperatures of each tensor",
+        "Measured temperatures with 95 % intervals, and the target. A point without an interval has too few "
+        "independent measurements for one.",
+    ),
+    "contour": ("Visited energies", "Energies that the contour run visited, and the target's by the learned π."),
+    "multiplier": (
+        "Gradient multiplier",
+        "The gradient multiplier κ against the energy; the bouncy zone is where it is negative.",
+    ),
+    "running": (
+        "Metrics against the number of samples",
+        "Each metric of the average over the first samples, and of single samples.",
+    ),
+    "running_": ("Average against the number of samples", "The running model average, and single samples."),
+    "reliability": (
+        "Reliability",
+        "Accuracy of the model average against its confidence, with 95 % binomial intervals, and the number of data "
+        "in each bin.",
+    ),
+    "entropy": ("Predictive entropy", "Entropy of the predictive distribution."),
+    "weight": ("Weights of the samples", "Weights of the samples in the average."),
+    "geometry": (
+        "Samples in weight space",
+        "The samples in the plane that best keeps their distances, joined in the order of drawing.",
+    ),
+    "chains": ("Chains", "The samples' energies by chain, and the NLL of each chain's average."),
+    "segments": (
+        "Loss between samples",
+        "Metrics on the straight line between two samples, which are at its ends. A rise between them means that the "
+        "samples lie in different valleys of the loss.",
+    ),
 }
-"""Captions by the prefix of a picture's name, in the order of the page; other pictures follow, by name."""
-ENERGIES = "Mini-batch estimates of the potential energy along the run; the samples are marked."
-"""Caption of the energy's picture of a run that did not record the NLL."""
+"""Titles and captions by the prefix of a picture's name, in the order of the page; other pictures follow, by name."""
+ENERGIES = ("Energy along the run", "Mini-batch estimates of the potential energy along the run.")
+"""Title and caption of the energy's picture of a run that did not record the NLL."""
+NORM = " Below, ‖θ‖²/(d·σ²), which is 1 under the prior."
+ALONG = ("energy", "schedule", "traces")
+"""Pictures along the run, in which samples are marked."""
+REPEATED = "entropy_histogram"
+"""Prefix of pictures that a page with the picture "entropy" leaves out, which says the same."""
 TEST = "test_"
 """Prefix of pictures on the test data, which come last."""
 FIRST = (
@@ -61,20 +85,18 @@ Histograms = dict[str, tuple[list[float], str]]
 """Values and their axis label, by name."""
 Table = tuple[list[str], list[list[Any]]]
 """Column names and rows."""
+Planned = list[tuple[int, float, float, int]]
+"""Steps of a run with the step size, τ and the cycle that its schedule sets there."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page, with its caption."""
+    """A picture of the page, with its title and its caption."""
 
     name: str
     png: bytes
+    title: str
     caption: str
-
-    @property
-    def alternative(self) -> str:
-        """The text in its place."""
-        return f"Picture of the run: {self.name.replace('_', ' ')}"
 
     @property
     def base64(self) -> str:
@@ -86,36 +108,50 @@ def pictures(run: RunRecord) -> tuple[list[Picture], list[Picture]]:
     """Return the four pictures that are shown first, and the others, with their captions."""
     drawn = _drawn(run)
     found = {**drawn, **run.pictures}
+    found = {name: png for name, png in found.items() if not _is_omitted(name, found, run)}
     first = [name for group in FIRST if (name := next((one for one in group if one in found), None)) is not None]
     others = [name for name in sorted(found, key=_place) if name not in first]
     missing = len(FIRST) - len(first)
     first, others = first + others[:missing], others[missing:]
 
-    own_caption = {"energy": ENERGIES} if NLL not in run.traces else {}
-
     def boxes(names: list[str]) -> list[Picture]:
-        return [Picture(name, found[name], own_caption.get(name) or _caption(name)) for name in names]
+        return [Picture(name, found[name], *_words(name, run)) for name in names]
 
     return boxes(first), boxes(others)
 
 
-def _caption(name: str) -> str:
-    words, start = name.replace("_", " "), _start(name)
-    caption = CAPTIONS.get(start, f"{words[:1].upper()}{words[1:]}.")
+def _is_omitted(name: str, found: Mapping[str, bytes], run: RunRecord) -> bool:
+    """Return whether another picture says the same, or energies of several priors are mixed in it."""
+    own = name.removeprefix(TEST)
+    repeats = own.startswith(REPEATED) and name.removesuffix(own) + "entropy" in found
+    return repeats or (own in ("energy_histogram", "sample_energy") and run.has_several_scales)
+
+
+def _words(name: str, run: RunRecord) -> tuple[str, str]:
+    """Return a picture's title and its caption, which names only what the picture of this run holds."""
+    plain, start = name.removeprefix(TEST).replace("_", " "), _start(name)
+    title, caption = WORDS.get(start, (f"{plain[:1].upper()}{plain[1:]}", ""))
+    if name == "energy":
+        title, caption = (title, caption) if NLL in run.traces else ENERGIES
+        caption += NORM if PRIOR_NORM in run.traces else ""
     if start.endswith("_"):
-        caption = f"{caption} {words.removeprefix(TEST.replace('_', ' '))[len(start) :]}."
-    return f"{caption.removesuffix('.')}, on the test data." if start and name.startswith(TEST) else caption
+        title = f"{title}: {plain[len(start) :]}"
+    if start in ALONG and run.records:
+        caption += " The samples are marked."
+        if len({record.cycle for record in run.records}) > 1:
+            caption += " Every second cycle is shaded."
+    return f"{title}, test data" if name.startswith(TEST) else title, caption
 
 
 def _start(name: str) -> str:
     """Return the longest known prefix of a picture's name, or ""."""
     name = name.removeprefix(TEST)
-    return max((start for start in CAPTIONS if name.startswith(start)), key=len, default="")
+    return max((start for start in WORDS if name.startswith(start)), key=len, default="")
 
 
 def _place(name: str) -> tuple[bool, int, str]:
     start = _start(name)
-    return name.startswith(TEST), list(CAPTIONS).index(start) if start else len(CAPTIONS), name
+    return name.startswith(TEST), list(WORDS).index(start) if start else len(WORDS), name
 
 
 def _drawn(run: RunRecord) -> dict[str, bytes]:
@@ -133,7 +169,7 @@ def _drawn(run: RunRecord) -> dict[str, bytes]:
         drawn["energy"] = figures.energy_figure(steps, scalars["sampler/energy"], sample_steps, sample_energy)
     if steps and {"sampler/lr", "sampler/temperature"} <= scalars.keys():
         lr, temperature = scalars["sampler/lr"], scalars["sampler/temperature"]
-        drawn["schedule"] = figures.schedule_figure(steps, lr, temperature, marks, cycles=cycles)
+        drawn["schedule"] = figures.schedule_figure(steps, lr, temperature, marks, is_joined=False)
     chains = sorted({r.chain for r in run.records})
     if len(chains) > 1 or (run.records and "energy" not in {*drawn, *run.pictures}):
         by_chain = {c: [r for r in run.records if r.chain == c] for c in chains}
@@ -150,13 +186,20 @@ def _drawn(run: RunRecord) -> dict[str, bytes]:
 # -- the dashboard's figures, histograms and tables by name -----------------------------------------------------------
 
 
-def schedule(history: RunHistory) -> Figures:
-    """Draw step size and temperature."""
+def schedule(history: RunHistory, planned: Planned) -> Figures:
+    """Draw step size and temperature by the schedule, after a warm start's logged ones; without it, the logged ones."""
     if not len(history.scalars):
         return {}
-    steps, marks = history.scalars.column(0), history.samples.column(0)
-    lr, temperature = history.scalar("sampler/lr"), history.scalar("sampler/temperature")
-    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, history.warm_steps, history.cycles)}
+    rows = list(
+        zip(history.scalars.column(0), *map(history.scalar, ("sampler/lr", "sampler/temperature")), strict=True)
+    )
+    spans, warm, marks = history.cycles, history.warm_steps, history.samples.column(0)
+    if planned:
+        rows = [row for row in rows if row[0] <= warm] + [row[:3] for row in planned]
+        spans = cycle_spans([row[0] for row in planned], [row[3] for row in planned])
+    steps, lr, temperature = (list(column) for column in zip(*rows, strict=True))
+    joined = bool(planned) or len(rows) <= warm
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, warm, spans, joined)}
 
 
 def energy(history: RunHistory) -> Figures:
@@ -317,9 +360,11 @@ def entropy(evaluation: Evaluation, data: str) -> Figures:
     return {"entropy": figures.entropy_figure(values, classes)}
 
 
-def chain_histograms(history: RunHistory) -> Histograms:
-    """Return the samples' energies, and their weights where these differ."""
-    found = {"energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)")}
+def chain_histograms(history: RunHistory, is_comparable: bool = True) -> Histograms:
+    """Return the samples' energies where they have one constant, and their weights where these differ."""
+    found = {}
+    if is_comparable:
+        found["energy_histogram"] = (history.samples.column(3), "potential energy Ũ of the samples (nats)")
     if history.has_weights:
         found["weight_histogram"] = (history.weights, "normalised weight of the samples")
     return found
@@ -336,15 +381,17 @@ def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:
     }
 
 
-def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
-    """Return one row per sample: its origin, its weight, and its own metrics if it was evaluated."""
+def sample_table(history: RunHistory, evaluation: Evaluation | None, is_comparable: bool = True) -> Table:
+    """Return one row per sample: its origin, its weight, and its own metrics if it was evaluated; energies only where
+    they have one constant."""
     known = {(m["step"], m["chain"]): m for m in evaluation.members} if evaluation is not None else {}
     metrics = list(evaluation.bma) if evaluation is not None else []
     rows: list[list[Any]] = []
     for step, cycle, chain, own_energy, log_weight, *_ in history.samples.rows:
         own = known.get((step, chain), {})
-        rows.append([int(step), int(chain), int(cycle), own_energy, log_weight, *(own.get(name) for name in metrics)])
-    return ["step", "chain", "cycle", "energy", "log_weight", *metrics], rows
+        energies = [own_energy] if is_comparable else []
+        rows.append([int(step), int(chain), int(cycle), *energies, log_weight, *(own.get(name) for name in metrics)])
+    return ["step", "chain", "cycle", *(["energy"] if is_comparable else []), "log_weight", *metrics], rows
 
 
 def metric_table(evaluation: Evaluation) -> Table:

@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.files import is_regular, local_path, parse_json, plain_path, read_regular, text_without_secrets
 from lightning_sgmcmc.fit.folder import has_samples
-from lightning_sgmcmc.fit.results import RESULTS, HistoryFile
+from lightning_sgmcmc.fit.results import (
+    BASELINES,
+    CHOICES,
+    RESULTS,
+    STAGE_NAMES,
+    STAGES,
+    HistoryFile,
+    StoredEvaluation,
+    evaluation_file,
+    read_evaluation,
+)
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.plain import from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -20,12 +30,14 @@ HISTORY = "history.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """Files that identify a run's folder."""
 CONFIG = "config.yaml"
-TEXTS = (CONFIG, "hparams.yaml", "table.md")
+TEXTS = (CONFIG, CHOICES, "hparams.yaml", "table.md")
 NOT_NEGATIVE = ("sampler/lr", "sampler/temperature")
 LARGEST_JSON, LARGEST_PICTURE, LARGEST_TEXT = 2**28, 2**26, 2**22
 """Largest sizes of files, in bytes."""
 LARGEST_PICTURES = 2**26
 """Bytes of all pictures of a report together."""
+LONGEST_CHOICES = 2**18
+"""Characters of `auto.yaml` that are read."""
 MOST_STEPS = 200_000
 """Largest number of steps in a history: runs of this library write at most 20,000."""
 LARGEST_NUMBER = 1e100
@@ -40,7 +52,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class ResultRow:
-    """A row of `results.json`: the value of a metric by a method, beside that of a paper."""
+    """A row of `results.json`: the value of a metric by a method, with that of a paper."""
 
     method: Any
     metric: Any
@@ -56,7 +68,8 @@ class RunRecord:
 
     Attributes:
         results, rows: the contents of `results.json`, and its rows.
-        other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
+        other_rows: rows of the run's other results, by what they are called ("on the validation data", …).
+        evaluations: the results for each datum of the run (""), and of the baselines in its folder, by their names.
         steps, scalars, traces: of the history: optimizer steps, and values at these by name ("sampler/energy").
         records: the record of each sample, from the store, else from the history.
         pictures: the readable PNG files, by name without the suffix; `damaged` are the names of the others.
@@ -67,6 +80,7 @@ class RunRecord:
     results: dict[str, Any] = field(default_factory=dict)
     rows: list[ResultRow] = field(default_factory=list)
     other_rows: dict[str, list[ResultRow]] = field(default_factory=dict)
+    evaluations: dict[str, StoredEvaluation] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     scalars: dict[str, list[float]] = field(default_factory=dict)
     traces: dict[str, list[float]] = field(default_factory=dict)
@@ -77,6 +91,24 @@ class RunRecord:
     damaged: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+
+    @property
+    def prior_scales(self) -> list[list[float]]:
+        """The standard deviations of each chain's prior in their order, by `auto.yaml`; none without it."""
+        import yaml
+
+        try:
+            content = yaml.safe_load(self.texts[CHOICES][:LONGEST_CHOICES])
+            entries = content["trainer"]["callbacks"] if "trainer" in content else [content]
+            given = next(scales for one in entries if (scales := one.get("init_args", {}).get("prior_scales")))
+            return [[float(std) for _, std in chain] for chain in given if chain]
+        except Exception:  # no such file, or another's content: YAML's tags raise anything
+            return []
+
+    @property
+    def has_several_scales(self) -> bool:
+        """Whether the prior's scale changed during the run, so that energies have several constants."""
+        return any(len(set(chain)) > 1 for chain in self.prior_scales)
 
     @property
     def name(self) -> str:
@@ -124,9 +156,13 @@ def read_run(folder: Path) -> RunRecord:
     run.rows = _rows(run.results, folder / RESULTS)
     others = ("results-*.json", f"validate*/{RESULTS}", f"test*/{RESULTS}")
     for path in sorted(path for pattern in others for path in folder.glob(pattern)):
-        rows = _rows(_read_json(path) or {}, path)
+        results = _read_json(path) or {}
+        rows = _rows(results, path)
         if rows and rows != run.rows:
-            run.other_rows[path.relative_to(folder).as_posix()] = rows
+            stage = STAGE_NAMES.get(str(results.get("stage")), "data of " + path.relative_to(folder).as_posix())
+            later = "" if path.parent == folder else f" ({path.parent.name})"
+            run.other_rows[f"on the {stage}{later}"] = rows
+    run.evaluations = _evaluations(folder, run.results.get("stage"))
     history = _history(folder / HISTORY)
     run.steps, run.scalars, run.traces = history.steps, history.scalars, history.traces
     health = _read_json(folder / HEALTH)
@@ -159,6 +195,26 @@ def read_run(folder: Path) -> RunRecord:
         if (content := _read(folder / name, LARGEST_TEXT, run)) is not None:
             run.texts[name] = text_without_secrets(content.decode(errors="replace"))
     return run
+
+
+def _evaluations(folder: Path, stage: Any) -> dict[str, StoredEvaluation]:
+    """Return the results for each datum of one stage: the run's, and its baselines' on the same data."""
+    found: dict[str, StoredEvaluation] = {}
+    for name in ("", *BASELINES) if stage in STAGES else ():
+        place = evaluation_file(folder / "baselines" / name if name else folder, stage)
+        try:
+            own = read_evaluation(place)
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise RunError(str(error)) from None
+        if not name or ("" in found and _same_data(own, found[""])):
+            found[name] = own
+    return found
+
+
+def _same_data(one: StoredEvaluation, other: StoredEvaluation) -> bool:
+    return one.data == other.data and len(one.columns["nll"]) == len(other.columns["nll"])
 
 
 def _read(path: Path, limit: int, run: RunRecord) -> bytes | None:

@@ -155,7 +155,7 @@ class PreconditionedSampler(Sampler):
     def plan_note(self) -> str:
         name = type(self).__name__
         if self.always_adapts:
-            return f"{name}'s preconditioner adapts in all steps, so the law is not exact."
+            return f"{name}'s preconditioner adapts in all steps, so the samples' distribution is not exact."
         adapt = self.param_groups[0]["adapt"]
         until = "before" if isinstance(adapt, str) else f"in its first {adapt:,} steps, at most before"
         return f"{name}'s preconditioner is estimated {until} the sampling stages, in which it is frozen."

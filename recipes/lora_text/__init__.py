@@ -1,4 +1,4 @@
-"""LoRA of a GPT-2-shaped network on English text: cost beside plain LoRA training, and what four chains gain.
+"""LoRA of a GPT-2-shaped network on English text: cost compared with plain LoRA training, and what four chains gain.
 
 The network is transformers' `GPT2ForSequenceClassification` with GPT-2's vocabulary of 50,257 and eight layers of width
 288 (22.5 million weights), made from its configuration: nothing is downloaded. The text is the documentation in the

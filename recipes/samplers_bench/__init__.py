@@ -18,7 +18,7 @@ count with an error of 10.
 `GGMC` and `AMAGOLD` have a Metropolis test for each ten steps, on networks (by `MetropolisTest`) for each epoch; else
 both are `OBABO`. A test counts as a gradient of all data: one gradient of a density, 20 batches of the linear
 regression. `NUTS` is the reference: its gradients are of all data and without noise, so it shows what noise costs. It
-counts in data passes: on a density a gradient is a gradient, and on the linear regression it has 1 for 20 batches,
+counts in epochs: on a density a gradient is a gradient, and on the linear regression it has 1 for 20 batches,
 warm-up and search for step sizes included. It has no row on networks, whose truth is made of such chains and whose
 budget ends within its warm-up. Parameter expansion (`expand`) has no row: densities and regressions have no products of
 matrices, and on networks its prior on the factors makes another posterior, whose distance to this truth says nothing.

@@ -17,7 +17,7 @@ from lightning_sgmcmc.recipes.shared.records import Recording
 
 class Curve(NamedTuple):
     """A chain's test errors in %: of its states while it burns in, of the running average, and of single samples; the
-    first two with the data passes made."""
+    first two with the epochs made."""
 
     burn_in: list[tuple[float, float]]
     average: list[tuple[float, float]]
@@ -93,7 +93,7 @@ def deviation(values: list[float]) -> float:
 
 
 def learning_curves(curves: dict[str, list[Curve]]) -> Any:
-    """Draw the error of the running average against data passes, after that of the states of the burn-in.
+    """Draw the error of the running average against epochs, after that of the states of the burn-in.
 
     Shades are 95 % intervals of the mean over repeats.
 
@@ -119,7 +119,7 @@ def learning_curves(curves: dict[str, list[Curve]]) -> Any:
     whole.set_title("states (dotted), and the average over samples", fontsize=9)
     later.set_title("the average over samples", fontsize=9)
     for axes in (whole, later):
-        axes.set_xlabel("data passes")
+        axes.set_xlabel("epochs")
     whole.set_ylabel(f"test error (%)\n{INTERVAL}")
     later.legend(fontsize=8)
     return figure

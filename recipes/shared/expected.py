@@ -17,10 +17,10 @@ ROUNDING = 0.01
 KEPT = ("scale", "seed", "settings", "rows", "seconds", "work", "data", "hardware", "stage", "sentences")
 VERDICTS = {
     "reproduced": "the paper's claim holds, beyond our errors where the paper has numbers",
-    "order only": "the paper's order of the methods holds, its figures do not",
-    "not, because": "our figures contradict a claim of the paper; the page gives the reason and the run that shows it",
+    "ranking reproduced": "the paper's order of the methods holds, its figures do not",
+    "not reproduced": "our figures contradict a claim of the paper; the page names the reason and the run",
     "not run at this size": "the claim needs a larger run, most often on a GPU, which has not been made yet",
-    "no paper": "an experiment of our own, or an example",
+    "own experiment": "an experiment of our own, or an example",
 }
 """What a verdict says."""
 DIGITS, LINE = 9, 240

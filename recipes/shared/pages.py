@@ -11,8 +11,17 @@ from lightning_sgmcmc.recipes.shared.figures import half_width
 from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 
 UNKNOWN = "not recorded"
+HEADER = ("experiment", "paper", "n", "date", "verdict", "shown by")
+ARCHIVE = (
+    *("digits_auto", "digits_csghmc", "digits_csghmc_contour", "digits_posterior"),
+    *("cifar100_uncertainty", "cifar_csghmc", "cifar_csgmcmc", "cifar_sprint"),
+    *("ewsg_vr_logistic", "logistic_ess", "misspecified", "subsampling_error", "theta_variance"),
+)
+"""Recipes whose pages come last in the table."""
 ROUNDING = 1e-12
 """A relative error below this is that of floating-point sums of equal values."""
+FEWEST = 4
+"""Repeats from which a mean has an interval."""
 LONG_TABLE = 30
 """Longer tables are folded."""
 NOTE = "<!-- Written by `python -m docs.generate` from recipes/expected/: change the data, not this page. -->\n\n"
@@ -59,11 +68,11 @@ def matrix(entries: Mapping[str, dict[str, Any]]) -> str:
     Args:
         entries: what is kept of each.
     """
-    rows = []
+    rows: dict[bool, list[list[str]]] = {False: [], True: []}
     for name, entry in entries.items():
         date, _, repeats, _ = _facts(entry)
         shown_by = entry.get("verdict_by", "")
-        rows.append(
+        rows[name in ARCHIVE].append(
             [f"[{name}]({name}.md)", _short(entry["paper"]), repeats, date, f"**{entry['verdict']}**", shown_by]
         )
     return (
@@ -73,7 +82,12 @@ def matrix(entries: Mapping[str, dict[str, Any]]) -> str:
         "No experiment on CIFAR has been run at the paper's size, because no GPU was available. Dates and numbers of "
         "repeats that were not written down at the time are *not recorded*. "
         "What was measured before these pages is in the docstrings of `recipes/`.\n\n"
-        + table_of(["experiment", "paper", "n", "date", "verdict", "shown by"], rows)
+        + table_of(HEADER, rows[False])
+        + (
+            f"\n## Archive\n\nExamples, checks of single theorems, and what waits for a GPU.\n\n{table_of(HEADER, old)}"
+            if (old := rows[True])
+            else ""
+        )
         + "\nA recipe's run is kept by `python -m docs.generate --take runs/NAME`, which also writes its page again.\n"
     )
 
@@ -193,10 +207,19 @@ def _caption(entry: dict[str, Any], run: dict[str, Any]) -> str:
     counts = sorted({row["n"] for row in run["rows"] if row.get("n")})
     count = (", ".join(map(str, counts)) if counts else None) or entry.get("repeats")
     of = f"n = {_counted(count, entry.get('repeats_of') or 'repeats')}" if count else "one run"
-    interval = "; in brackets the 95 % interval of the mean, by Student's t" if count else ""
+    interval = _meaning(counts or ([count] if isinstance(count, int) else [])) if count else ""
     if "stage" in run:
         interval = f", on the {run['stage']} data; the number after ± is the standard deviation over the samples"
     return f"Setting `{run['scale']}`, seed {run['seed']}, {of}{interval}."
+
+
+def _meaning(counts: Sequence[int]) -> str:
+    """Return what a table with these numbers of repeats shows of their spread."""
+    few = {2: "of two repeats both values", 3: "of three repeats their mean"}
+    parts = (
+        ["in brackets the 95 % interval of the mean, by Student's t"] if max(counts, default=FEWEST) >= FEWEST else []
+    )
+    return "".join(f"; {part}" for part in [*parts, *(few[n] for n in sorted({*counts}) if n in few)])
 
 
 def _folded(caption: str, table: str, rows: int) -> str:
@@ -217,8 +240,8 @@ def _measured(table: dict[str, Any]) -> str:
     rows = [[_cell(cell, count, spread) for cell in row] for row in table["rows"]]
     n = f"n = {table['n']} {table['of']}".strip() if table["n"] else f"n {UNKNOWN}"
     has_errors = any(isinstance(cell, list) for row in table["rows"] for cell in row)
-    kind = "in brackets the 95 % interval of the mean, by Student's t" if has_errors else f"errors: {table['error']}"
-    known = f"Setting `{table['setting']}`, {n}; {kind}. Date: {table['date']}. Time: {table['time']}."
+    kind = _meaning([count] if count else []) if has_errors else f"; errors: {table['error']}"
+    known = f"Setting `{table['setting']}`, {n}{kind}. Date: {table['date']}. Time: {table['time']}."
     caption = f"{table['caption']}. {known}"
     return f"{caption}\n\n{table_of(table['header'], rows)}".rstrip()
 
@@ -231,7 +254,10 @@ def _cell(cell: Any, count: int | None, spread: bool) -> str:
 
 
 def _number_with_interval(value: float | None, error: float | None, count: int | None) -> str:
-    """Return a number with the 95 % interval of a mean over repeats, or ± its standard error if n is not known."""
+    """Return a number with the 95 % interval of a mean over repeats, or ± its standard error if n is not known.
+
+    Fewer than four repeats have no interval worth the name: of two their values are shown, of three the mean.
+    """
     if value is None:
         return ""
     if error is None or not math.isfinite(error):
@@ -240,6 +266,10 @@ def _number_with_interval(value: float | None, error: float | None, count: int |
         return f"{value:.6g}"
     if not count or count < 2:
         return f"{value:.4g} ± {error:.2g}"
+    if count == 2:  # the standard error is half their distance
+        return f"{value - error:.4g}, {value + error:.4g}"
+    if count < FEWEST:
+        return f"{value:.4g}"
     half = float(half_width(error, count))
     digits = max(0, 1 - math.floor(math.log10(half)))
     return f"{value:.{digits}f} [{value - half:.{digits}f}, {value + half:.{digits}f}]"

@@ -50,6 +50,7 @@ def fit(folder: Path) -> None:
     loggers = [TensorBoardLogger(str(folder / "runs"), name="digits"), WandbLogger(save_dir=str(folder), offline=True)]
     trainer = quiet_trainer(max_epochs=60, callbacks=callbacks, logger=loggers, default_root_dir=folder)
     trainer.fit(module, datamodule=DigitsDataModule())
+    loggers[1].experiment.finish()  # writes what is still in memory
 
 
 def screenshot(address: str, path: Path) -> None:

@@ -235,7 +235,7 @@ HEADER = [
     "sampler",
     "program",
     "error",
-    "variance over the posterior's, by the rule",
+    "posterior variance ratio, by the rule",
     "measured",
     "µs a step",
     "our error over it",

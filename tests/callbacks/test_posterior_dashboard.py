@@ -103,6 +103,42 @@ def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None
     assert [len(history["traces"]), *map(len, history["traces"].values())] == [7, 4, 4, 4, 4, 4, 4, 4]
 
 
+class Controls(SamplerCallback):
+    """Keeps step size and temperature of each step."""
+
+    def begin(self, run: Any, saved: dict[str, Any] | None) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        group = self.run.sampler.param_groups[0]
+        self.seen.append((float(group["lr"]), float(group["temperature"])))
+
+
+def test_the_schedule_is_drawn_as_it_was_however_rarely_it_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "lightning_sgmcmc.callbacks.posterior_dashboard.log_figure",
+        lambda trainer, name, figure, *others: drawn.update({name: figure}),
+    )
+    controls, logger = Controls(), Steps(tmp_path)
+    dashboard = PosteriorDashboard("end", figures=["schedule"])
+    callbacks = [CyclicalSchedule(2, 0.5, 2), SampleCollector(in_memory=True), controls, dashboard]
+    trainer = quiet_trainer(max_epochs=5, callbacks=callbacks, log_every_n_steps=50, logger=logger)
+    module = classifier()
+    trainer.fit(module, *loaders())
+    upper, lower = drawn["posterior/schedule"].axes
+    for axes, place in ((upper, 0), (lower, 1)):
+        line = axes.lines[0]
+        assert line.get_xdata().tolist() == list(range(1, 21))
+        assert line.get_ydata() == pytest.approx([row[place] for row in controls.seen])
+    steps = [record.step for record in module.posterior.records]
+    assert upper.lines[1].get_xdata().tolist() == steps == [8, 10, 18, 20]
+    assert upper.lines[1].get_ydata() == pytest.approx([controls.seen[step - 1][0] for step in steps])
+    assert logger.steps["sampler/temperature"] == [1, *steps], "logged points alone would miss the samples' temperature"
+
+
 def test_figures_for_print_are_in_two_files() -> None:
     callbacks = [SamplingSchedule(every_n_steps=4), PosteriorDashboard(figures=["schedule"], for_print=True)]
     quiet_trainer(max_epochs=1, callbacks=callbacks).fit(classifier(), *loaders())

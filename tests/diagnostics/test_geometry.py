@@ -121,8 +121,8 @@ def test_segment_pairs() -> None:
     assert segment_pairs(cycles, 2) == [(3, 4, "within a cycle"), (4, 5, "between cycles")], "the newest, of each kind"
     chains = [(0, 0), (1, 0), (0, 0), (1, 0)]
     assert segment_pairs(chains, 9) == [
-        (0, 2, "within a cycle"),
-        (1, 3, "within a cycle"),
+        (0, 2, "within a chain"),
+        (1, 3, "within a chain"),
         (2, 3, "between chains"),
     ]
     assert segment_pairs([(0, 0)], 4) == segment_pairs([], 4) == segment_pairs(cycles, 0) == []

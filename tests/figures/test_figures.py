@@ -198,3 +198,17 @@ def test_a_legend_of_long_names_stays_within_the_figure(place: str, width: float
     columns = len({round(text.get_window_extent().x0) for text in legend.get_texts()})
     assert columns == 1 if width < 5 else columns > 1
     assert axes.get_window_extent().width > 0.7 * whole.width
+
+
+@pytest.mark.parametrize(("returns", "says"), [(True, False), (False, True)])
+def test_the_geometry_says_if_a_chain_does_not_return(returns: bool, says: bool) -> None:
+    """Independent draws are as far apart as their first and last third; a path along a line is not."""
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(60, 2)) + (0 if returns else np.linspace(0, 20, 60)[:, None])
+    figure = figures_samples.geometry_figure(points.tolist(), [0.5, 0.3], [0] * 60, [0] * 60)
+    assert ("does not return" in figure.axes[0].get_title()) == says
+
+
+def test_logged_controls_are_not_joined() -> None:
+    figure = figures.schedule_figure([1, 50, 100], [0.1, 0.01, 0.1], [0, 1, 0], [40, 90], is_joined=False)
+    assert all(line.get_linestyle() == "None" for axes in figure.axes for line in axes.lines)

@@ -52,7 +52,7 @@ def test_the_recipe(tmp_path: Path) -> None:
     for label in ("columns × 0.6: ", "columns × 1: "):
         assert found[f"{label}EWSG", "accuracy %"].paper == 75.306
         assert found[f"{label}converged, full gradient", "accuracy %"].value > 85
-        assert found[f"{label}FlyMC", "data passes"].value >= 1
+        assert found[f"{label}FlyMC", "epochs"].value >= 1
         levels = [found[f"{label}{name}", "log likelihood"].value for name in ("EWSG", "SGHMC", "EWSG - SGHMC")]
         assert levels[2] == pytest.approx(levels[0] - levels[1])
     assert {path.stem for path in tmp_path.glob("*.png")} == {"log_likelihood", "log_likelihood_1"}

@@ -93,10 +93,10 @@ def test_time_is_predicted_from_the_kept_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_pages_of_own_runs(tmp_path: Path) -> None:
-    written(tmp_path, [1.0, 2.0, 3.0])
+    written(tmp_path, [1.0, 2.0, 3.0, 4.0])
     folder = write_pages(tmp_path / "pages", {"uci_regression": tmp_path, "airfoil": tmp_path / "nothing"})
     page = (folder / "uci_regression.md").read_text()
-    assert "| SGLD | nll | 2.0 [-0.5, 4.5] |" in page
-    assert "n = 3" in page
+    assert "| SGLD | nll | 2.5 [0.4, 4.6] |" in page, "standard error 1.291/2, half width 3.182 times that"
+    assert "n = 4" in page
     assert "[uci_regression](uci_regression.md)" in (folder / "index.md").read_text()
     assert not (folder / "airfoil.md").exists()

@@ -52,7 +52,7 @@ def test_mnist_bnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = mnist_bnn.run(Options(tmp_path, ROOT))
     values = {(row.method, row.metric): row.value for row in rows}
     for method in mnist_bnn.STEPS:
-        assert values[method, "MLP: data passes"] == 2
+        assert values[method, "MLP: epochs"] == 2
         assert 5 < values[method, "MLP: test error, %"] < 85
         assert 5 < values[method, "MLP: test error of single samples, %"] < 85
     errors = {row.method: row for row in rows if row.metric == "MLP: test error, %"}

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from lightning_sgmcmc import figures
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.diagnostics.draws import chain_diagnostics, correlation_time, rhat_limit
+from lightning_sgmcmc.figures.canvas import METRIC_LABELS
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.report import RunError, write_report
 from lightning_sgmcmc.report.run_record import find_run
@@ -172,25 +174,33 @@ def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixt
     page = Page(path)
     results = json.loads((path.parent / "results.json").read_text())
     value = {(row["method"], row["metric"]): row["value"] for row in results["rows"]}
-    header = ("guessing", "mean single sample", "best single sample", "first cycle", "model average")
+    header = ("model average", "mean single sample", "first cycle", "guessing")
     rows = page.table("metric", *header, "change")
-    for metric, guess, single, best, first, average, _ in rows:
+    names = {METRIC_LABELS[name]: name for name in ("accuracy", "nll", "brier", "ece", "entropy")}
+    assert {row[0] for row in rows} == set(names)
+    for label, average, single, first, guess, _ in rows:
+        metric = names[label]
         if ("guessing", metric) in value:
             assert float(guess) == pytest.approx(value["guessing", metric], abs=5e-5)
-        assert float(best) == pytest.approx(value["best_single", metric], abs=5e-5)
         assert float(first) == pytest.approx(value["first_cycle", metric], abs=5e-5)
         assert float(single.split(" ± ")[0]) == pytest.approx(value["single", metric], abs=5e-5)
-        assert float(average) == pytest.approx(value["bma", metric], abs=5e-5)
-    assert {row[0] for row in rows} == {"accuracy", "nll", "brier", "ece", "entropy"}
+        assert float(average.partition(" [")[0]) == pytest.approx(value["bma", metric], abs=5e-5)
+        if metric in ("accuracy", "nll", "brier"):
+            low, high = map(float, average.partition(" [")[2].rstrip("]").split(", "))
+            assert low < value["bma", metric] < high
     records = DiskStore(path.parent / "samples").records
     rows = page.table("sample", "step", "cycle", "chain", "energy (nats)", "log weight", "weight")
     assert [int(row[1]) for row in rows] == [r.step for r in records]
-    assert page.tags["img"] == len(list(path.parent.glob("*.png"))) >= 5
-    assert page.tags["details"] == 8 + 4, "the folded parts; the samples, the tensors' plan and two files in them"
-    shown, _, hidden = path.read_text().partition("<details")
+    kept = [p for p in path.parent.glob("*.png") if "entropy_histogram" not in p.name]  # as "entropy" says the same
+    assert page.tags["img"] == len(kept) >= 5
+    assert page.tags["details"] == 7 + 5, (
+        "the folded parts; the validation data's results, the samples, the tensors' plan and two files"
+    )
+    shown, _, hidden = path.read_text().partition('<details class="part">')
     assert shown.count("<img") == 4
     assert hidden.count("<img") == page.tags["img"] - 4
-    assert shown.index("In five sentences") < shown.index("Health") < shown.index("<img")
+    parts = ("In five sentences", "<h2>Results</h2>", "model average</th>", "<h2>Health</h2>", "<img")
+    assert [*parts] == sorted(parts, key=shown.index), "quality and its intervals come before health and pictures"
     for known in (
         "Command of this run",
         "Commit of the working folder",
@@ -261,9 +271,9 @@ def test_needs_nothing_from_outside(tmp_path: Path) -> None:
 
 def test_what_the_tables_say(tmp_path: Path) -> None:
     page = Page(write_report(made_run(tmp_path / "run", chains=3)))
-    assert page.table("metric", "mean single sample", "model average", "change") == [
-        ["accuracy", "0.9000 ± 0.0100", "0.9500", "+0.0500 better"],
-        ["nll", "0.3100 ± 0.0100", "0.2000", "−0.1100 better"],
+    assert page.table("metric", "model average", "mean single sample", "change") == [
+        ["accuracy", "0.9500", "0.9000 ± 0.0100", "+0.0500 better"],
+        ["NLL (nats per example)", "0.2000", "0.3100 ± 0.0100", "−0.1100 better"],
     ]
     for text in ("2 min 5 s", "kinetic temperature is high: take a smaller lr", "All 36 samples have equal weight."):
         assert text in page.text
@@ -328,6 +338,57 @@ def test_weights(tmp_path: Path) -> None:
     page = Page(write_report(made_run(tmp_path / "run", chains=1, weighted=True)))
     assert "2.2 of 12" in page.text
     assert "The weights are concentrated: the effective sample size of 12 samples is 2.2." in page.text
+
+
+def test_a_run_without_settings_and_its_baselines(tmp_path: Path) -> None:
+    """A run whose prior's scale changes, in classification, compared with a network and an ensemble of equal cost."""
+    command = ["fit", "--config", str(Path(RECIPE).with_name("digits_auto.yaml")), "--baselines"]
+    main([*command, "--trainer.max_epochs=20", "--trainer.enable_progress_bar=false"])
+    main(["report", "runs"])
+    path = Path("runs/digits_auto/version_0/report.html")
+    page, results = Page(path), json.loads((path.parent / "results.json").read_text())
+    header = ("metric", "model average", "mean single sample", "one network", "ensemble of 4", "guessing")
+    rows = {row[0]: row for row in page.table(*header)}
+    for place, method in ((1, "bma"), (3, "sgd"), (4, "ensemble")):
+        value = next(r["value"] for r in results["rows"] if (r["method"], r["metric"]) == (method, "accuracy"))
+        found, low, high = map(float, re.findall(r"[\d.]+", rows["accuracy"][place]))
+        assert low < found == pytest.approx(value, abs=5e-5)
+        assert found < high < 1.0
+    compared = page.table("minus the model average", "NLL", "error", "Brier")
+    assert [row[0] for row in compared] == ["one network", "ensemble of 4"]
+    errors = {m: 1 - float(rows["accuracy"][p].partition(" ")[0]) for p, m in ((1, "bma"), (3, "sgd"))}
+    assert float(compared[0][2].partition(" ")[0].replace("−", "-")) == pytest.approx(
+        errors["sgd"] - errors["bma"], abs=2e-4
+    )
+
+    (entry,) = [
+        one
+        for one in yaml.safe_load((path.parent / "auto.yaml").read_text())["trainer"]["callbacks"]
+        if one["class_path"].endswith("AutoSampling")
+    ]
+    ((*_, (_, last)),) = entry["init_args"]["prior_scales"]
+    assert last != 0.3, "the run chose another scale than it started with"
+    assert f"Gaussian, std {last:.3g} at the end, 0.3 at the start" in page.text
+    assert results["origin"]["date"] in page.text
+    for absent in ("unknown", "HierarchicalPrior", "results-val.json", "weight_efficiency", "Finished", "Scale"):
+        shown = page.text.partition("Repeat this run")[0]
+        assert absent not in shown, "code names, and what is not known"
+    titles = page.values("img", "alt")
+    assert "Energies of the samples" not in titles
+    assert not (path.parent / "energy_histogram.png").exists(), "energies of several priors"
+    assert page.tags["figure"] == len(titles) == len(set(titles)), "every picture has a title"
+    assert "energy (nats)" not in page.text
+    assert "cycle is shaded" not in page.text, "there are no cycles"
+    assert "Healthy" not in page.text
+    assert page.values("div", "class").count("verdict good") == 0
+
+
+def test_the_date_is_that_of_the_run_and_not_of_its_copy(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps(results | {"origin": {"date": "2001-02-03"}}))
+    text = Page(write_report(run)).text
+    assert re.findall(r"\d{4}-\d\d-\d\d", text) == ["2001-02-03"], "the files were written today"
 
 
 def test_beside_the_paper(tmp_path: Path) -> None:
