@@ -118,6 +118,7 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
 
 
 def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> list[Row]:
+    """Return a data set's figures to keep: of the differences only those of the NLL from `ensemble`."""
     found = []
     for row in ROWS:
         if not results.has(data, row):
@@ -126,12 +127,10 @@ def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mappin
         found += [mean_row(label, METRICS[name], values) for name, values in results.metrics(data, row).items()]
         gradients, seconds = zip(*results.costs[data, row], strict=True)
         found += [mean_row(label, "gradient evaluations", gradients), mean_row(label, "seconds", seconds)]
-        for (reference, column), of in compared.items():
-            if row in of:
-                change, name = of[row], {"nll": "NLL", "joint": "joint NLL"}.get(column, column)
-                found.append(Row(label, f"{name} - {reference}", change.value))
-                found.append(Row(label, f"{name} - {reference}, 95 % from", change.low))
-                found.append(Row(label, f"{name} - {reference}, 95 % to", change.high))
+        change = compared["ensemble", "nll"].get(row)
+        if change is not None:
+            ends = {"": change.value, ", 95 % from": change.low, ", 95 % to": change.high}
+            found += [Row(label, f"NLL - ensemble{end}", value) for end, value in ends.items()]
     return found
 
 
