@@ -113,9 +113,11 @@ def auto(problem: Problem, setting: Setting) -> Fit:
 METHODS: dict[str, Callable[[Problem, Setting], Fit]] = {
     "sgd": optimized,
     "sgd_tuned": optimized,
+    "sgd_grid": optimized,
     "mc_dropout": mc_dropout,
     "swag": swag,
     "ensemble": optimized,
+    "ensemble_2": optimized,
     "ensemble_tuned": optimized,
     "ensemble_4x": optimized,
     "csghmc": cyclical,
@@ -124,9 +126,18 @@ METHODS: dict[str, Callable[[Problem, Setting], Fit]] = {
     "auto": auto,
     "auto_ood": auto,
 }
-CALIBRATED = {"sgd": "sgd_temperature", "ensemble": "ensemble_temperature"}
+OPTIMIZED = ("sgd", "sgd_tuned", "sgd_grid", "ensemble", "ensemble_2", "ensemble_tuned")
+CALIBRATED = {name: f"{name}_temperature" for name in OPTIMIZED}
 """Rows that cost no training: the predictions of another row, calibrated on the validation data."""
-ROWS = tuple(row for name in METHODS for row in ((name, CALIBRATED[name]) if name in CALIBRATED else (name,)))
+COMPRESSED = {"auto": "auto_10"}
+"""Rows of few samples of another row, which the validation data choose."""
+FEW = 10
+ROWS = tuple(row for name in METHODS for row in (name, CALIBRATED.get(name), COMPRESSED.get(name)) if row is not None)
+
+
+def candidates(setting: Setting) -> list[Setting]:
+    """Return the settings of a grid that is part of the cost, or the only one."""
+    return [{**setting, **own} for own in setting.get("grid", [{}])]
 
 
 def setting_of(settings: Settings, data: str, method: str) -> Setting:

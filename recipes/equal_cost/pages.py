@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_sgmcmc.figures.canvas import COLOURS, SINGLE_COLOUR, panels, save_figure
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.plain import markdown_table
+from lightning_sgmcmc.recipes.equal_cost import limits
 from lightning_sgmcmc.recipes.equal_cost.comparison import COLUMNS, Cell, Difference, Results, best_auroc, sentences
 from lightning_sgmcmc.recipes.equal_cost.methods import ROWS
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
@@ -23,12 +24,19 @@ METRICS = {
     "joint_nll": "joint NLL",
     "ece": "ECE",
     "brier": "Brier",
+    "risk_80": "error of the surest 80 %",
+    "coverage_90": "coverage of sets 90 %",
+    "set_size_90": "classes in a set",
     "rmse": "RMSE",
     "crps": "CRPS",
     "coverage_95": "coverage 95 %",
     "width_95": "width 95 %",
     "ood_auroc": "OOD AUROC",
+    "passes": "passes",
+    "megabytes": "MB",
 }
+DIGITS = {"passes": 0, "megabytes": 2}
+"""Digits after the point of metrics that do not have four."""
 REFERENCES = ("ensemble", "ensemble_tuned")
 Compared = dict[str, dict[tuple[str, str], dict[str, Difference]]]
 """By data set and by (reference, column): each row's difference."""
@@ -48,10 +56,14 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
         for data in sets
     }
     networks = [data for data in sets if "channels" not in settings.sets[data]]  # a CNN's data are counted already
-    parts = [_introduction(seeds), *(_section(results, problems[data], compared[data]) for data in sets)]
+    parts = [
+        _introduction(seeds),
+        limits.section(results, sets, fixed),
+        *(_section(results, problems[data], compared[data]) for data in sets),
+    ]
     said = [*sentences(results, networks, fixed), *best_auroc(results, networks)]
     parts.append("## In sentences\n\n" + "\n".join(f"* {one}" for one in said))
-    write_atomically(options.out / "page.md", ("\n\n".join(parts) + "\n").encode())
+    write_atomically(options.out / "page.md", ("\n\n".join(filter(None, parts)) + "\n").encode())
     lines = [json.dumps({**cell, "rows": {row: one["metrics"] for row, one in cell["rows"].items()}}) for cell in cells]
     write_atomically(options.out / "cells.jsonl", ("\n".join(lines) + "\n").encode())
     save_figure(picture({data: compared[data]["ensemble", "nll"] for data in sets}), options.out / "nll.png")
@@ -62,8 +74,11 @@ def _introduction(seeds: int) -> str:
     return (
         f"# Methods at equal cost\n\n{seeds} seeds; means over them. Each method makes the "
         "same number of gradient evaluations on a data set (`ensemble_4x` four times as many; `sgd_tuned` and "
-        "`ensemble_tuned` may stop earlier, and their settings come from a grid that is not counted). Rows with "
-        "_temperature are the row above, calibrated on the validation data by one number. Regression: in the target's "
+        "`ensemble_tuned` may stop earlier, and their settings come from a grid that is not counted; `sgd_grid` pays "
+        "for its own, four networks with a quarter of the steps each). Rows with _temperature are the row above, "
+        "calibrated on the validation data by one number; `auto_10` has ten samples of `auto`, which the validation "
+        "data choose. A prediction costs as many passes as the table has, and MB is the size of their weights. Sets of "
+        "classes have the most probable ones up to 90 %, without a conformal threshold. Regression: in the target's "
         "units, OOD by the predictive standard deviation. The joint NLL is of groups of 10 test data, in nats per "
         "datum: dyadic ones of classes, near ones of numbers; a calibration is not of it. Differences are paired, "
         "below 0 is better, with 95 % intervals of a bootstrap over seeds and test data; * off zero."
@@ -80,7 +95,9 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
     for row in rows:
         gradients, seconds = (sum(part) / len(part) for part in zip(*results.costs[data, row], strict=True))
         known = results.metrics(data, row)
-        metrics = [f"{results.mean(data, row, name):.4f}" if name in known else "" for name in names]
+        metrics = [
+            f"{results.mean(data, row, name):.{DIGITS.get(name, 4)}f}" if name in known else "" for name in names
+        ]
         table.append([row, *metrics, f"{gradients:,.0f}", f"{seconds:.1f}"])
     quality = markdown_table(["method", *(METRICS[name] for name in names), "gradients", "seconds"], table)
     error = "error" if problem.kind == "classification" else "squared error"
@@ -101,6 +118,7 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
 
 
 def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> list[Row]:
+    """Return a data set's figures to keep: of the differences only those of the NLL from `ensemble`."""
     found = []
     for row in ROWS:
         if not results.has(data, row):
@@ -109,12 +127,10 @@ def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mappin
         found += [mean_row(label, METRICS[name], values) for name, values in results.metrics(data, row).items()]
         gradients, seconds = zip(*results.costs[data, row], strict=True)
         found += [mean_row(label, "gradient evaluations", gradients), mean_row(label, "seconds", seconds)]
-        for (reference, column), of in compared.items():
-            if row in of:
-                change, name = of[row], {"nll": "NLL", "joint": "joint NLL"}.get(column, column)
-                found.append(Row(label, f"{name} - {reference}", change.value))
-                found.append(Row(label, f"{name} - {reference}, 95 % from", change.low))
-                found.append(Row(label, f"{name} - {reference}, 95 % to", change.high))
+        change = compared["ensemble", "nll"].get(row)
+        if change is not None:
+            ends = {"": change.value, ", 95 % from": change.low, ", 95 % to": change.high}
+            found += [Row(label, f"NLL - ensemble{end}", value) for end, value in ends.items()]
     return found
 
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import Categorical, Gaussian, Likelihood
-from lightning_sgmcmc.datamodules import ArrayDataModule, Split
+from lightning_sgmcmc.datamodules import ArrayDataModule, CovertypeDataModule, Split
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.datamodules.files import find_file, read_arrays
 from lightning_sgmcmc.seeding import derive_seed
 
-TABLES = {"german": "classification", "pima": "classification"} | dict.fromkeys(
-    ("energy", "concrete", "kin8nm"), "regression"
+TABLES = dict.fromkeys(("german", "pima", "covertype"), "classification") | dict.fromkeys(
+    ("energy", "concrete", "kin8nm", "power-plant"), "regression"
 )
 UNKNOWN_IMAGES = 2000
+UNKNOWN_TYPES = (3, 4)
+"""Cover types, from 0, that no method is trained on: cottonwood or willow, and aspen."""
 UNKNOWN_STD = 2.0
 """Of the Gaussian noise that stands for other data of a table, in standardised inputs."""
 
@@ -29,7 +31,7 @@ class Source(NamedTuple):
     Attributes:
         x, y: inputs (n, …) and targets (n,) to split.
         test: inputs and targets of a fixed test set, if there is one.
-        unknown: images of another distribution, in the units of x; None for a table.
+        unknown: inputs of another distribution, in the units of x; None for noise.
     """
 
     x: Tensor
@@ -80,15 +82,17 @@ class Problem(ArrayDataModule):
     def _normalised(
         self, inputs: list[Tensor], targets: list[Tensor], unknown: Tensor | None, generator: torch.Generator
     ) -> tuple[Split, Split, Split]:
-        if unknown is not None:
+        if unknown is not None and unknown.dim() > 2:
             mean, std = inputs[0].double().mean(), inputs[0].double().std()
             inputs = [((part.double() - mean) / std).float() for part in inputs]
             self.unknown = ((unknown.double() - mean) / std).float()
             if "hidden" in self.setting:
                 inputs, self.unknown = [part.flatten(1) for part in inputs], self.unknown.flatten(1)
         else:
-            inputs, mean, std = standardise(*(part.double() for part in inputs))
-            self.unknown = UNKNOWN_STD * torch.randn(inputs[2].shape, generator=generator)
+            noise = UNKNOWN_STD * torch.randn(inputs[2].shape, generator=generator)
+            parts = inputs if unknown is None else [*inputs, unknown]
+            inputs, mean, std = standardise(*(part.double() for part in parts))
+            self.unknown = noise if unknown is None else inputs.pop()
         self.input_scaling = (mean, std)
         if self.kind == "regression":
             targets, mean, std = standardise(*(part.double()[:, None] for part in targets))
@@ -154,6 +158,8 @@ def read(source: str, root: Path) -> Source:
         return _digits(root)
     if source == "mnist":
         return _mnist(root)
+    if source == "covertype":
+        return _covertype(root)
     folder = f"uci_{TABLES[source]}"
     path = find_file(root, f"{folder}/{source}.npz", f"{source}.npz", what=f"the table '{source}'")
     x, y = (torch.as_tensor(array) for array in read_arrays(path, ("x", "y")))
@@ -179,3 +185,10 @@ def _mnist(root: Path) -> Source:
 def _letters(root: Path) -> Tensor:
     path = find_file(root, "notmnist/notmnist_test.npz", "notmnist_test.npz", what="notMNIST")
     return torch.as_tensor(read_arrays(path, ("x",))[0])[:UNKNOWN_IMAGES, None].float()
+
+
+def _covertype(root: Path) -> Source:
+    x, y = CovertypeDataModule(root, binary=False).read()
+    unknown = torch.isin(y, torch.tensor(UNKNOWN_TYPES))
+    _, labels = y[~unknown].unique(return_inverse=True)
+    return Source(x[~unknown], labels, unknown=x[unknown])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.diagnostics.decisions import class_scores, risk_at_coverage
 from lightning_sgmcmc.diagnostics.joint import dyadic_groups, nearest_groups
 from lightning_sgmcmc.diagnostics.scores import (
     classification_metrics,
@@ -19,6 +20,8 @@ from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 from lightning_sgmcmc.seeding import derive_seed
 
 LEVEL = 0.95
+SET_LEVEL = 0.9
+"""Of a set of classes: the most probable ones, until they have this probability."""
 TAU = 10
 """Test data of a group, whose errors the joint NLL scores together."""
 
@@ -55,10 +58,22 @@ def score(posterior: Posterior, problem: Problem) -> Scores:
         known_mixture = mixture(posterior, test.inputs, test.targets)
         unknown_mixture = mixture(posterior, problem.unknown, torch.zeros(len(problem.unknown), 1))
         found = _regression_scores(known_mixture, test.targets[:, 0].double(), unknown_mixture, problem.scale)
+    found.metrics.update(cost_of_prediction(posterior))
     if posterior.calibration is not None:
         return found
     joint = joint_of_groups(posterior, problem)
     return found._replace(metrics={**found.metrics, "joint_nll": float(joint.mean())}, joint=joint)
+
+
+def cost_of_prediction(posterior: Posterior) -> dict[str, float]:
+    """Return the networks that a prediction evaluates, and the megabytes of their tensors, equal ones counted once."""
+    used = [sample for sample, weight in zip(posterior, posterior.weights.tolist(), strict=True) if weight > 0]
+    sizes = {
+        (name, tensor.cpu().numpy().tobytes()): tensor.nbytes
+        for sample in used
+        for name, tensor in sample.state.items()
+    }
+    return {"passes": float(len(used)), "megabytes": sum(sizes.values()) / 1e6}
 
 
 def joint_of_groups(posterior: Posterior, problem: Problem) -> Tensor:
@@ -85,6 +100,10 @@ def _probabilities(posterior: Posterior, x: Tensor) -> Tensor:
 def _class_scores(known: Tensor, labels: Tensor, unknown: Tensor) -> Scores:
     found = classification_metrics(known, labels)
     metrics = {name: float(found[name]) for name in ("accuracy", "nll", "ece", "brier")}
+    metrics["risk_80"] = float(risk_at_coverage(known, labels))
+    before = class_scores(known, adaptive=True, uniform=torch.zeros(len(known)))  # the mass of more probable classes
+    metrics["coverage_90"] = float((before.gather(1, labels[:, None]) < SET_LEVEL).double().mean())
+    metrics["set_size_90"] = float((before < SET_LEVEL).sum(1).double().mean())
     metrics["ood_auroc"] = float(out_of_distribution_metrics(known, unknown)["auroc"])
     chosen = known.gather(1, labels[:, None])[:, 0].double()
     wrong = (known.argmax(1) != labels).double()

@@ -17,7 +17,7 @@ from lightning_sgmcmc.callbacks import AutoSampling
 from lightning_sgmcmc.diagnostics.draws import percentile_interval
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
-from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores
+from lightning_sgmcmc.recipes.equal_cost import comparison, limits, methods, problems, scores
 from lightning_sgmcmc.recipes.equal_cost.comparison import two_level_means
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
@@ -118,6 +118,31 @@ def test_a_regression_problem_is_split_and_standardised(monkeypatch: pytest.Monk
     assert val.inputs.dtype == torch.float32
 
 
+def test_the_novel_rows_of_a_table_are_standardised_by_its_training_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    novel = torch.tensor([[5.0, 0.0, -5.0], [0.0, 7.0, 1.0]])
+    monkeypatch.setattr(problems, "read", lambda source, root: made_up(source, root)._replace(unknown=novel))
+    problem = problems.Problem("german", small(german="german").sets["german"], ROOT)
+    problem.setup("fit")
+    assert problem.input_scaling is not None
+    mean, std = problem.input_scaling
+    torch.testing.assert_close(problem.unknown.double() * std + mean, novel.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_a_grid_costs_one_budget_and_the_validation_data_choose(tmp_path: Path) -> None:
+    """Two of its three settings learn nothing: lr = 1e-9 leaves two classes at about ln 2."""
+    settings = small(german="german")
+    useless = {"lr": 1e-9}
+    grid = {"optimizer": "sgd", "lr": 1.0, "weight_decay": 1e-4, "length": 1 / 3, "grid": [useless, {}, useless]}
+    settings.methods["sgd_grid"] = {"classification": grid}
+    cell = equal_cost.one("german", "sgd_grid", 0, replace(settings), Options(tmp_path, ROOT))
+    assert cell["gradient_evaluations"] == pytest.approx(80 * 8, rel=0.05)
+    rows = {row: found["metrics"] for row, found in cell["rows"].items()}
+    assert set(rows) == {"sgd_grid", "sgd_grid_temperature"}
+    assert rows["sgd_grid"]["nll"] < 0.9 * math.log(2)
+    assert rows["sgd_grid"]["passes"] == 1
+
+
 # -- scores -----------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +187,26 @@ def test_the_joint_nll_of_groups_averages_to_the_posteriors(source: str) -> None
         found = posterior.joint_nll([(test.inputs, test.targets)], scores.TAU)
         assert float(scores.joint_of_groups(posterior, problem).mean()) == pytest.approx(found.nll, rel=1e-6)
         assert (found.nll == pytest.approx(found.marginal_nll)) == (len(states) == 1)
+
+
+@pytest.mark.usefixtures("_made_up")
+@pytest.mark.parametrize("share", [0.7, 0.95])
+def test_sets_of_classes_and_the_cost_of_a_prediction_are_counted(share: float) -> None:
+    """A network that gives class 0 the same probability everywhere: at 0.7 a set of 90 % has both classes, at 0.95 the
+    first. Of three networks two are equal, and one has no weight."""
+    problem = problems.Problem("german", small(german="german").sets["german"], ROOT)
+    problem.setup("fit")
+    net = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(net.weight)
+    with torch.no_grad():
+        net.bias.copy_(torch.tensor([share, 1 - share]).log())
+    other = torch.nn.Linear(3, 2)
+    posterior = Posterior.from_states(net, [net, net, other], problem.likelihood(), [0.5, 0.5, 0.0])
+    found = scores.score(posterior, problem).metrics
+    first = float((problem.splits[2].targets == 0).double().mean())
+    assert (found["set_size_90"], found["coverage_90"]) == ((2, 1) if share < 0.9 else (1, pytest.approx(first)))
+    assert found["risk_80"] == pytest.approx(1 - first, abs=1e-6)  # all are equally sure
+    assert (found["passes"], found["megabytes"]) == (2, pytest.approx(4 * 8 / 1e6))
 
 
 # -- paired differences -----------------------------------------------------------------------------------------------
@@ -219,6 +264,32 @@ def test_differences_are_paired_and_sentences_count_them() -> None:
     assert said[-1] == "Better in NLL and OOD AUROC at once, at equal cost: swag on set."
     worse = comparison.sentences(results, ["set"], [], subject="ensemble")
     assert not [one for one in worse if "ensemble_tuned" in one and "of 1" in one]
+
+
+@pytest.mark.parametrize(("shift", "loss"), [(0.004, 0.002), (0.006, 0.004)])
+def test_limits_are_kept_up_to_their_margins(shift: float, loss: float) -> None:
+    """auto is `shift` above the better of two rivals, and ten samples lose `loss`: inside the limits, or outside."""
+    rng = np.random.default_rng(0)
+    cells = []
+    for seed in range(2):
+        base = rng.normal(size=30)
+        auto = base + shift
+        cells += [
+            cell("ensemble", seed, base, ood_auroc=0.5, ece=0.02),
+            cell("ensemble_temperature", seed, base + 1, ood_auroc=0.5, ece=0.02),
+            cell("sgd_tuned_temperature", seed, base, ood_auroc=0.9, ece=0.0),
+            cell("auto", seed, auto, ood_auroc=0.525 - shift, ece=0.02 + shift),
+            cell("auto_10", seed, auto + loss, ood_auroc=0.5, ece=0.0),
+        ]
+    results = comparison.Results(cells)
+    kept = shift < limits.NLL_MARGIN
+    found = limits.verdicts(results, "set", False)
+    assert [one.kept for one in found] == [kept] * 4
+    assert "from sgd_tuned_temperature" in found[0].found
+    said = limits.section(results, ["set", "absent"], [])
+    assert said.count(f"kept on {int(kept)} of 1 data sets") == 4
+    assert ("not on set" in said) == (not kept)
+    assert limits.section(comparison.Results(cells[:1]), ["set"], []) == ""
 
 
 @pytest.mark.slow
