@@ -180,9 +180,9 @@ class CompiledSteps:
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
-        for group, (lr, _), counts in zip(sampler.param_groups, controls, counted, strict=True):
+        for group, (lr, _), own_counts in zip(sampler.param_groups, controls, counted, strict=True):
             group.update({name: lr[-1] for name in FOLLOWING if name in group})
-            group.update({name: group[name] + count for name in counts})
+            group.update({name: group[name] + count for name in own_counts})
         if part is not None:
             part.end(count, energies[:count])
         of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
@@ -201,8 +201,8 @@ class CompiledSteps:
         of one step's."""
         columns: list[Tensor] = []
         form: list[Any] = []
-        for group in controls:
-            for values in group:
+        for of_group in controls:
+            for values in of_group:
                 if isinstance(values[0], Tensor):
                     columns.append(torch.stack([value for value in values if isinstance(value, Tensor)]))
                     form.append(values[0].shape)

@@ -189,8 +189,9 @@ class pSGHMC(PreconditionedSampler):
     ) -> None:
         friction = group["friction"]
         averaged = self._average_squares(group, params, grads, group["alpha"])
-        momenta, correction = self._buffers(params, self.momentum_buffer), unbiased(group["alpha"], group["averaged"])
-        floors = self._floors(params, averaged, group["floor"], correction) if self._walks else None
+        momenta, floors = self._buffers(params, self.momentum_buffer), None
+        if self._walks:
+            floors = self._floors(params, averaged, group["floor"], unbiased(group["alpha"], group["averaged"]))
         factor = -friction * group["lr"] * group["gradient_multiplier"]
         variance = self._noise_variance(group, friction**2)
         for block, scratch in self._parts(noise, params, momenta, grads, averaged):

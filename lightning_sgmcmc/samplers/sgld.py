@@ -212,7 +212,7 @@ class PreconditionedSampler(Sampler):
                 scratch[p] = torch.empty_like(p)
         return [scratch[p] for p in params]
 
-    def _floors(self, params: Sequence[Tensor], squares: list[Tensor], floor: float, divisor: float = 1.0) -> Tensor:
+    def _floors(self, params: Sequence[Tensor], squares: list[Tensor], floor: float, divisor: Control = 1.0) -> Tensor:
         """Return floor·rms(√V̂) + 1e-8 of V̂ = V/divisor, the rms over each tensor within each chain, shape (C, T)."""
         flat = self._flat_group(params)
         if flat is not None and squares[0].device.type != "cpu":
@@ -220,7 +220,7 @@ class PreconditionedSampler(Sampler):
         else:
             each = self._each(params, squares)
             means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each], 1)
-        means = means if divisor == 1 else means.div_(divisor)
+        means = means if isinstance(divisor, float) and divisor == 1 else means.div_(divisor)
         return means.sqrt_().mul_(floor).add_(LEAST)
 
     def _root_with_floor(

@@ -1,6 +1,7 @@
 """A step of small networks under a trainer, against plain Lightning, a block written by hand and blackjax's scan.
 
 `python -m tests.benchmarks.small_networks [--chains 1 4] [--networks 8-50-1] [--peers]`
+`python -m tests.benchmarks.small_networks --fits FILE` times whole fits of 22,000 steps, compiled and not.
 
 Every alternative makes steps of SGLD with the same network, data, batches of 50 and number of chains, on one thread, in
 turns; the table has the least processor time of a step, in µs. "loop" is `chain_execution="loop"`, each chain bit for
@@ -29,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior
-from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior, HierarchicalPrior
+from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import block_runs
 from tests.benchmarks.peers.environments import Peer, default_folder, prepare
@@ -175,6 +176,32 @@ def blackjax(name: str, chains: int, interpreter: Path) -> float:
     return float(json.loads(found.stdout)["seconds"])
 
 
+def whole_fits(epochs: int = 1_100) -> dict[str, float]:
+    """Return the processor seconds of fits of one network 8-50-1, compiled (a second time in a process) and not."""
+    torch.manual_seed(0)
+    x = torch.randn(1_200, 8)
+    y = x[:, :1].sin() + 0.1 * torch.randn(1_200, 1)
+    train, val = TensorDataset(x[:N], y[:N]), TensorDataset(x[N:], y[N:])
+
+    def fit(kind: str, compile: Any) -> float:
+        net = nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 1))
+        prior = GaussianPrior(1.0) if kind == "AutoSampling" else HierarchicalPrior()
+        module = BayesianModule(net, Gaussian(0.3), prior, lr=1e-3, seed=0, compile=compile)
+        schedule = AutoSampling() if kind == "AutoSampling" else SamplingSchedule(burn_in_epochs=550, every_n_epochs=50)
+        limit = {} if kind == "AutoSampling" else {"limit_val_batches": 0}  # it validates after each epoch
+        trainer = pl.Trainer(max_epochs=epochs, callbacks=[schedule, SampleCollector(in_memory=True)], **QUIET, **limit)
+        begun = time.process_time()
+        trainer.fit(module, datamodule=DatasetDataModule(train, val=val, batch_size=BATCH))
+        return time.process_time() - begun
+
+    seconds = {}
+    for kind in ("AutoSampling", "HierarchicalPrior"):
+        seconds[f"{kind}, first fit"] = fit(kind, "auto")
+        seconds[f"{kind}, compiled"] = fit(kind, "auto")
+        seconds[f"{kind}, not compiled"] = fit(kind, False)
+    return seconds
+
+
 def lengths(epochs: int, chains: int) -> dict[str, int]:
     """Return the epochs of each form's longer fit, by its speed."""
     return {"loop": max(8, epochs // chains), "traced": epochs, "compiled": 5 * epochs}
@@ -187,11 +214,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", action="store_true", help="install blackjax in an environment, and time it too")
+    parser.add_argument("--fits", type=Path, help="time whole fits instead, and write them to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in ("pytorch_lightning", "lightning_sgmcmc"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if options.fits is not None:
+        found = {name: round(seconds, 1) for name, seconds in whole_fits().items()}
+        options.fits.write_text(json.dumps({"processor seconds": found}, indent=1) + "\n")
+        print(options.fits.read_text())
+        return
     interpreter = (
         prepare(Peer("blackjax", "", ("blackjax==1.7.1",), uses_torch=False), default_folder())
         if options.peers
