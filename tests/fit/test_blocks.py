@@ -255,7 +255,7 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
         SamplingSchedule(burn_in_steps=150, every_n_steps=5),
         ContourGradient(ContourRules(0.5), 40, warm_up_steps=140),
     ],
-    "a contour in cycles": lambda: [
+    "cycles with a contour": lambda: [
         CyclicalSchedule(num_cycles=3, samples_per_cycle=2),
         ContourGradient(ContourRules(0.5), 40, first_edge=100.0, width=20.0),
     ],
@@ -264,6 +264,7 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CALLBACKS)
+@pytest.mark.by_default("cycles-", "warm start", "replica exchange", "a contour-", "interacting", "after a warm-up")
 def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs = 40 if "contour" in case else 12
     runs = [Run(each, monkeypatch, *CALLBACKS[case](), chains=2, epochs=epochs) for each in (form, None)]
