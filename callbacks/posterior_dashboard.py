@@ -19,7 +19,7 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.logging import log_figure, log_histogram, log_table
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.files import write_output
-from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, STAGE_NAMES, RunHistory
+from lightning_sgmcmc.fit.results import CYCLE, NLL, PRIOR_NORM, STAGE_NAMES, RunHistory, cycle_spans
 from lightning_sgmcmc.health.facts import prior_norm
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.segments import SegmentWalk
@@ -259,7 +259,10 @@ class PosteriorDashboard(SamplerCallback):
         if evaluation is not None and not evaluation.members:
             evaluation = None
         prefix = "posterior/test_" if stage == "test" else "posterior/"
-        for part, make in self._makers(trainer, module, evaluation, stage):
+        planned: parts.Planned = []
+        self._attempt("schedule", lambda: planned.extend(self._planned()))
+        self.history.planned_cycles = cycle_spans([row[0] for row in planned], [row[3] for row in planned])
+        for part, make in self._makers(trainer, module, evaluation, stage, planned):
             if part in self.figures:
 
                 def draw(make: Callable[[], parts.Figures] = make) -> None:
@@ -275,12 +278,17 @@ class PosteriorDashboard(SamplerCallback):
             self._attempt("history.json", self._write_history)
 
     def _makers(
-        self, trainer: pl.Trainer, module: ChainModel, evaluation: Evaluation | None, stage: str
+        self,
+        trainer: pl.Trainer,
+        module: ChainModel,
+        evaluation: Evaluation | None,
+        stage: str,
+        planned: parts.Planned,
     ) -> Iterator[tuple[str, Callable[[], parts.Figures]]]:
         """Yield each part's name and drawing function, for the chain and for the evaluation on a stage's data."""
         history = self.history
         if stage == "val" or not len(history.scalars):  # a test in the fit's process would draw the same again
-            yield "schedule", lambda: parts.schedule(history, self._planned())
+            yield "schedule", lambda: parts.schedule(history, planned)
             yield "energy", lambda: parts.energy(history)
             yield "traces", lambda: parts.traces(history)
             yield "weights", lambda: parts.weights(history)

@@ -139,7 +139,7 @@ def _benchmarks(entries: Sequence[dict[str, Any]]) -> str:
     for entry in entries:
         facts = [["Command", f"`{entry['command']}`"]]
         facts += [[name, entry[key]] for key, name in (("n", "n"), ("date", "Date"), ("commit", "Commit"))]
-        section = f"## {entry['title']}\n\n{entry['text']}\n\n{table_of(['', ''], facts)}"
+        section = f"## {entry['title']}\n\n{entry['text']}\n\n{table_of(facts[0], facts[1:])}"
         if entry["rows"]:
             rows = [["" if cell is None else str(cell) for cell in row] for row in entry["rows"]]
             section += f"\n{table_of(entry['header'], rows)}"

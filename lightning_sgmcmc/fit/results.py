@@ -84,6 +84,8 @@ class RunHistory:
         """Names of quantities traced in addition to the scalars, such as single weights."""
         self.warm_steps = 0
         """Steps of the run's warm start."""
+        self.planned_cycles: list[tuple[float, float]] = []
+        """First and last step of each cycle by the schedule; empty if the logged steps have to tell."""
         self.scalars = ThinnedSeries(MOST_POINTS)
         self.samples = ThinnedSeries(MOST_POINTS)
         self.sketches = ThinnedSeries(max(2, max_sketches))
@@ -158,7 +160,9 @@ class RunHistory:
 
     @property
     def cycles(self) -> list[tuple[float, float]]:
-        """First and last logged step of each cycle; empty if they are not known."""
+        """First and last step of each cycle, by the schedule or of the logged ones; empty if they are not known."""
+        if self.planned_cycles:
+            return self.planned_cycles
         if CYCLE not in self.trace_names:
             return []
         return cycle_spans(self.scalars.column(0), self.scalar(CYCLE))

@@ -193,13 +193,12 @@ def schedule(history: RunHistory, planned: Planned) -> Figures:
     rows = list(
         zip(history.scalars.column(0), *map(history.scalar, ("sampler/lr", "sampler/temperature")), strict=True)
     )
-    spans, warm, marks = history.cycles, history.warm_steps, history.samples.column(0)
+    warm, marks = history.warm_steps, history.samples.column(0)
     if planned:
         rows = [row for row in rows if row[0] <= warm] + [row[:3] for row in planned]
-        spans = cycle_spans([row[0] for row in planned], [row[3] for row in planned])
     steps, lr, temperature = (list(column) for column in zip(*rows, strict=True))
     joined = bool(planned) or len(rows) <= warm
-    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, warm, spans, joined)}
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, warm, history.cycles, joined)}
 
 
 def energy(history: RunHistory) -> Figures:

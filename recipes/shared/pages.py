@@ -158,7 +158,7 @@ def experiment(name: str, entry: dict[str, Any]) -> str:
         f"{NOTE}# {name}\n\n{description(name)}",
         f"Verdict: **{entry['verdict']}**. {entry['why']}"
         + (f"\n\nShown by: {entry['verdict_by']}" if entry.get("verdict_by") else ""),
-        table_of(["", ""], facts).strip(),
+        table_of(facts[0], facts[1:]).strip(),
     ]
     if entry["differences"]:
         parts.append("## Differences of the settings\n\n" + "\n".join(f"* {one}" for one in entry["differences"]))
@@ -276,7 +276,7 @@ def _number_with_interval(value: float | None, error: float | None, count: int |
 
 
 def table_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(line) + " |" for line in (header, *([_escape(cell) for cell in row] for row in rows))]
+    lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in (header, *rows)]
     lines.insert(1, "|" + "---|" * len(header))
     return "\n".join(lines) + "\n"
 

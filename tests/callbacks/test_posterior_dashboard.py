@@ -136,6 +136,7 @@ def test_the_schedule_is_drawn_as_it_was_however_rarely_it_is_logged(
     steps = [record.step for record in module.posterior.records]
     assert upper.lines[1].get_xdata().tolist() == steps == [8, 10, 18, 20]
     assert upper.lines[1].get_ydata() == pytest.approx([controls.seen[step - 1][0] for step in steps])
+    assert dashboard.history.cycles == [(1, 10), (11, 20)]
     assert logger.steps["sampler/temperature"] == [1, *steps], "logged points alone would miss the samples' temperature"
 
 

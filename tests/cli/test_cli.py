@@ -91,8 +91,8 @@ def test_fit_test_and_predict(
     assert [path.name for path in sorted(run.parent.iterdir())] == ["version_0", "version_1"]
     main(["report", "runs/digits_csghmc"])
     page = (run / "report.html").read_text()
-    assert "Results in results-val.json" in page
-    assert "Results in test" not in page, "they are those of results.json"
+    assert "Results on the validation data" in page
+    assert page.count("<caption>Results on the test data</caption>") == 1, "the later test has those of results.json"
     assert "No posterior samples" not in page
 
 
