@@ -108,8 +108,9 @@ class EnergyModel(pl.LightningModule):
     def output_of(self, inputs: Any) -> Any:
         """Return the network's output for inputs, as the likelihood receives it; override it for another call.
 
-        A tensor is passed to `forward` as it is, several tensors as positional arguments where it takes so many, a dict
-        by name, without the entries that it does not accept. Of a model's output object the logits are returned.
+        A tensor is passed to `forward` as it is, several tensors as positional arguments where it takes so many. A dict
+        is passed by name, without the entries that it does not accept, or whole if `forward` takes one argument and no
+        entry has its name. Of a model's output object the logits are returned.
         """
         if isinstance(inputs, Tensor):
             return unwrapped(self(inputs))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Posterior, ResumableLoader, TokenCategorical
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Gaussian, Posterior, ResumableLoader, TokenCategorical
 from lightning_sgmcmc.batches.loader import padded_alike
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.chains import Chains
@@ -244,11 +244,77 @@ def test_hooks_of_the_users_own() -> None:
             (torch.zeros(2, 3), torch.zeros(2), torch.zeros(2)),
             r"should be a pair \(x, y\), got tuple of 3: nest several",
         ),
+        ({"image": torch.zeros(2, 3), "y": torch.zeros(2)}, "forward needs 'input', and a dict batch has 'image'"),
     ],
 )
 def test_batches_that_cannot_be_taken_apart(batch: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         BayesianModule(nn.Linear(3, 2), Categorical()).log_likelihood(batch)
+
+
+class Graph(nn.Module):
+    """A network of graphs in one batch: sums the nodes of each; edges and nodes have numbers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, graph: Any) -> Tensor:
+        hidden = self.node(graph["x"]).relu()
+        source, end = graph["edges"]
+        hidden = hidden + torch.zeros_like(hidden).index_add(0, end, hidden[source])
+        return self.head(hidden.new_zeros(len(graph["sizes"]), 8).index_add(0, graph["of"], hidden))
+
+
+class NamedGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Graph()
+
+    def forward(self, x: Tensor, edges: Tensor, of: Tensor, sizes: Tensor) -> Tensor:
+        return self.net({"x": x, "edges": edges, "of": of, "sizes": sizes})
+
+
+def joined(graphs: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+    sizes = torch.tensor([len(x) for x, *_ in graphs])
+    first = (sizes.cumsum(0) - sizes).tolist()
+    return {
+        "x": torch.cat([x for x, *_ in graphs]),
+        "edges": torch.cat([edges + start for (_, edges, _), start in zip(graphs, first, strict=True)], 1),
+        "of": torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+        "sizes": sizes,
+        "y": torch.stack([y for *_, y in graphs]),
+    }
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize("network", [Graph, NamedGraph])
+def test_graphs_in_a_dict(network: type[nn.Module], chains: int) -> None:
+    """A dict reaches a forward of one argument whole, and others by name; graphs do not see one another."""
+    draw = torch.Generator().manual_seed(0)
+    graphs = []
+    for size in torch.randint(2, 7, (24,), generator=draw).tolist():
+        x = torch.randn(size, 4, generator=draw)
+        graphs.append((x, torch.randint(size, (2, 2 * size), generator=draw), x.sum()))
+    dataset: Any = graphs
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=8, collate_fn=joined)
+    module = BayesianModule(network(), Gaussian(std=0.5), sampler=SGHMC, lr=1e-3, num_chains=chains)
+    schedule = SamplingSchedule(burn_in_epochs=1, every_n_epochs=1)
+    trainer = quiet_trainer(max_epochs=3, callbacks=[schedule, SampleCollector(in_memory=True), BayesianModelAverage()])
+    trainer.fit(module, loader, loader)
+    posterior = module.posterior
+    assert posterior is not None
+    assert len(posterior) == 2 * chains
+    batch = joined(graphs[:10])
+    together = posterior.predict(batch)
+    assert together.mean.shape == (10, 1)
+    alone = torch.cat([posterior.predict(joined([graph])).mean for graph in graphs[:10]])
+    torch.testing.assert_close(alone, together.mean)
+    inputs = {name: part for name, part in batch.items() if name != "y"}
+    whole = posterior.ensemble()
+    mean, std = whole(**inputs) if network is NamedGraph else whole(inputs)
+    torch.testing.assert_close(mean, together.mean)
+    torch.testing.assert_close(std, together.std)
 
 
 def test_an_argument_named_like_a_target_is_an_input() -> None:

@@ -37,6 +37,7 @@ class Arguments(NamedTuple):
         hugging_face: whether it is that of a model of transformers.
         shifts_labels: whether the model takes a token's label as the target of the token before.
         decodes: whether the model decodes from its target.
+        takes_dict: whether one argument is all that it needs, and nothing says that this is a tensor.
     """
 
     required: int
@@ -46,6 +47,7 @@ class Arguments(NamedTuple):
     hugging_face: bool = False
     shifts_labels: bool = False
     decodes: bool = False
+    takes_dict: bool = False
 
 
 def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arguments:
@@ -56,6 +58,8 @@ def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arg
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters) and not hugging_face
     names = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needed = frozenset(p.name for p in names if p.default is p.empty)
+    alone = [p for p in parameters if p.default is p.empty]
+    takes_dict = len(alone) == 1 and alone[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and not hugging_face
     return Arguments(
         required=sum(p.default is p.empty for p in by_place),
         most=float("inf") if variadic else sum(p.default is p.empty or p.default is None for p in by_place),
@@ -63,6 +67,7 @@ def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arg
         names=None if any_name else frozenset(p.name for p in names) - ({"labels"} - needed),
         needed=needed,
         hugging_face=hugging_face,
+        takes_dict=takes_dict and alone[0].annotation not in (Tensor, "Tensor", "torch.Tensor"),
     )
 
 
@@ -70,7 +75,10 @@ def arguments_of_network(network: nn.Module) -> Arguments:
     """Return what a network accepts; the wrappers of torch.compile and peft are looked through."""
     network = innermost(network)
     if not is_hugging_face(network):
-        return arguments_of(network.forward)
+        first = network
+        while type(first).forward is nn.Sequential.forward and len(cast(nn.Sequential, first)):
+            first = cast(nn.Sequential, first)[0]
+        return arguments_of(network.forward)._replace(takes_dict=arguments_of(first.forward).takes_dict)
     found = arguments_of(network.forward, hugging_face=True)
     decodes = hasattr(network, "prepare_decoder_input_ids_from_labels")
     return found._replace(shifts_labels=shifts_labels(network), decodes=decodes)
@@ -115,14 +123,35 @@ def parted(
 
 
 def accepted(inputs: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
-    """Return the entries that `forward` accepts by name."""
-    return {name: value for name, value in inputs.items() if arguments.names is None or name in arguments.names}
+    """Return the entries that `forward` accepts, by name or all in its one argument.
+
+    Raises:
+        TypeError: if it needs another entry.
+    """
+    used = {name: value for name, value in inputs.items() if arguments.names is None or name in arguments.names}
+    lacking = [name for name in arguments.needed if name not in inputs]
+    if not lacking:
+        return used
+    if is_whole(inputs, arguments):
+        return dict(inputs)
+    raise TypeError(
+        f"the network's forward needs {', '.join(map(repr, sorted(lacking)))}, and a dict batch has "
+        f"{', '.join(map(repr, inputs)) or 'nothing'} besides its target: name the entries as forward does, or "
+        "override inputs_and_target(batch)"
+    )
+
+
+def is_whole(inputs: Mapping[str, Any], arguments: Arguments) -> bool:
+    """Return whether a dict is itself the one argument of `forward`: it needs one, and no entry has its name."""
+    return arguments.takes_dict and all(name not in inputs for name in arguments.needed)
 
 
 def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any:
-    """Call a module with inputs: a dict by name, a tuple or list as positional arguments if `forward` takes so many."""
+    """Call a module with inputs: a dict by name or as its one argument, a tuple or list by position if it fits."""
     if isinstance(inputs, Mapping):
         used = accepted(inputs, arguments)
+        if is_whole(inputs, arguments):
+            return module(used)
         if not arguments.hugging_face or torch.compiler.is_compiling():
             return module(**used)
         with _no_branches():

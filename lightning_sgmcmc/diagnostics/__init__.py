@@ -31,6 +31,7 @@ from lightning_sgmcmc.diagnostics.joint import JointScore, joint_nll
 from lightning_sgmcmc.diagnostics.scores import (
     brier_score,
     classification_metrics,
+    concordance_index,
     detection_metrics,
     gaussian_mixture_crps,
     interval_score,
@@ -68,6 +69,7 @@ __all__ = [
     "class_scores",
     "classical_scaling",
     "classification_metrics",
+    "concordance_index",
     "conformal_threshold",
     "detection_metrics",
     "gaussian_mixture_crps",

@@ -227,7 +227,9 @@ class Distillation(pl.LightningModule):
             wanted, why = (len(teacher), 3 * numbers), f"{numbers} numbers need {3 * numbers}"
         else:
             raise TypeError(
-                f"distill knows predictions of classes, (n, K), and of numbers, (n, D), and these are a {teacher}"
+                f"distill knows predictions of classes, (n, K), and of numbers, (n, D), and these are a {teacher}: for "
+                "fields, sequences and pixels use posterior.compress(k, data) or thin(count=k), and ensemble() for one "
+                "network"
             )
         if tuple(output.shape) != wanted:
             raise ValueError(

@@ -320,7 +320,10 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
 def plot_map(prediction: Prediction, y: Any, names: Sequence[str]) -> "Figure":
     """Draw the predictive of one field; see `Posterior.plot_map`."""
     if not isinstance(prediction, RegressionPrediction):
-        raise TypeError(f"plot_map draws predictions of numbers, and these are a {type(prediction).__name__}")
+        raise TypeError(
+            f"plot_map draws predictions of numbers, and these are a {type(prediction).__name__}: draw "
+            "prediction.entropy and prediction.mutual_information, which are maps of pixels, (n, H, W)"
+        )
     shape = tuple(prediction.mean.shape)
     if len(shape) not in (3, 4) or shape[0] != 1:
         raise ValueError(

@@ -181,12 +181,13 @@ class Ensemble(nn.Module):
         Args:
             x: the input, a tensor or a dict.
             others: further inputs by position.
-            named: inputs by name.
+            named: inputs by name, of which one may be x.
 
         Returns:
             class probabilities (n, K), or the mean and standard deviation, each (n, D); with `outputs`, these parts.
         """
-        inputs = named if named else (x, *others) if others else x
+        # A network's own input may be named x.
+        inputs = ({} if x is None else {"x": x}) | named if named else (x, *others) if others else x
         terms: dict[str, Tensor] = {}
         likelihood: Any = self.members[0].likelihood
         each: list[Tensor] = []

@@ -265,15 +265,15 @@ class ReadySamples:
             return
         kept: list[States] = []
         room = KEPT if self.device.type != "cuda" else torch.cuda.mem_get_info(self.device)[0] / 4
-        at_once = runs_at_once(self.device)
+        at_once, fit = runs_at_once(self.device), True
         for states in grouped(self._states(), lambda state: state, MOST if at_once else 1):
             group = States(states)
+            # Known from the first: states kept for a while would lie between the passes' tensors, and pin the heap.
+            fit = fit and group.size / len(states) * len(self.records) <= room
             yield group
-            room -= group.size
-            kept.append(group)
-            if room < 0:
-                kept.clear()
-        if room >= 0:
+            if fit:
+                kept.append(group)
+        if fit:
             together = not at_once and len({group.dtype for group in kept}) == 1
             self._groups = [States([state for group in kept for state in group.each])] if together else kept
 

@@ -29,6 +29,7 @@ from lightning_sgmcmc import (
 )
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import TableDataModule
+from lightning_sgmcmc.diagnostics import concordance_index
 from lightning_sgmcmc.likelihoods import right_censored
 from lightning_sgmcmc.predictions import distributions
 from tests.support.trainers import quiet_trainer
@@ -340,3 +341,32 @@ def test_a_table_of_bounds_has_standardised_inputs_and_bounds_as_they_are() -> N
         quiet_trainer(max_steps=2).fit(BayesianModule(nn.Linear(2, 1), Censored(Weibull()), lr=1e-4), intervals)
     with pytest.raises(ValueError, match=r"\(n, 2\)"):
         TableDataModule(x, time, task="censored")
+
+
+def test_concordance_against_its_definition() -> None:
+    """Every pair by hand: ties in time and in score, right-, left- and interval-censored numbers, missing ones."""
+    draw = torch.Generator().manual_seed(0)
+    low = torch.randint(0, 6, (1500,), generator=draw).double()
+    kind = torch.randint(0, 5, (1500,), generator=draw)
+    high = torch.where(kind < 2, low, torch.where(kind == 2, INF, low + 2))
+    low = torch.where(kind == 4, -INF, low)
+    low[7], high[7] = NAN, NAN
+    score = (low.nan_to_num(0, 0, 0) + torch.randint(0, 5, (1500,), generator=draw)).round()
+    bounds, s = torch.stack([low, high], 1).tolist(), score.tolist()
+    pairs = [
+        (i, j)
+        for i in range(1500)
+        for j in range(1500)
+        if bounds[i][1] < bounds[j][0] or (bounds[i][1] == bounds[j][0] != bounds[j][1])
+    ]
+    truth = np.mean([1.0 if s[i] < s[j] else 0.5 if s[i] == s[j] else 0.0 for i, j in pairs])
+    found = concordance_index(score[:, None], torch.stack([low, high], 1))
+    assert float(found) == pytest.approx(truth, abs=1e-6)
+    assert 0.6 < truth < 0.95
+    times = right_censored(torch.tensor([1.0, 1.0, 2.0]), torch.tensor([True, False, True]))
+    assert float(concordance_index(torch.tensor([0.0, 1.0, 1.0]), times)) == 1, "event before censored at one time"
+    assert float(concordance_index(torch.zeros(3), times)) == 0.5
+    with pytest.raises(ValueError, match="no pair of targets"):
+        concordance_index(torch.zeros(2), right_censored(torch.ones(2), torch.tensor([False, False])))
+    with pytest.raises(ValueError, match=r"shape \(n, 2\) for n = 3"):
+        concordance_index(torch.zeros(3), torch.zeros(3))

@@ -111,5 +111,9 @@ def test_what_cannot_be_distilled_is_refused() -> None:
         posterior_of("numbers").distill(student(2), loader, epochs=1)
     with pytest.raises(ValueError, match="epochs"):
         posterior.distill(student(4), loader, epochs=0)
+    field = nn.Conv2d(1, 1, 1)
+    of_fields = Posterior.from_states(field, [field.state_dict()], Gaussian(std=1.0))
+    with pytest.raises(TypeError, match=r"fields, sequences and pixels use posterior\.compress"):
+        of_fields.distill(nn.Conv2d(1, 3, 1), [torch.zeros(4, 1, 2, 2)], epochs=1)
     with pytest.raises(RuntimeError, match="no samples"):
         Posterior(MemoryStore()).distill(student(4), loader)
