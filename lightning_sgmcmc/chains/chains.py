@@ -21,7 +21,14 @@ from lightning_sgmcmc.chains.layout import (
     leave_out_wrapper,
     share_in_group,
 )
-from lightning_sgmcmc.chains.stacked import StackedChains, check_hooks, clip_each_chain, explained, prepare_layers
+from lightning_sgmcmc.chains.stacked import (
+    StackedChains,
+    check_free,
+    check_hooks,
+    clip_each_chain,
+    explained,
+    prepare_layers,
+)
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
 from lightning_sgmcmc.chains.state import (
     Accumulation,
@@ -141,6 +148,7 @@ class Chains:
         starts = self._started is None and self.start == "own" and self.layout.total_chains > 1
         self.seeds.begin(trainer, starts)  # here, where all ranks are
         if self.stacked is None:
+            check_free(self.model)
             self.sharing.begin()
             prepare_layers(self.model)
         if self._started is None:

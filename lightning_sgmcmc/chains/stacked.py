@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,25 @@ from lightning_sgmcmc.chains.execution import homes_of, put, restored
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
+
+_STACKED: "WeakKeyDictionary[nn.Module, tuple[int, dict[str, torch.Size]]]" = WeakKeyDictionary()
+"""For each layer whose tensors are stacked, the number of chains, and the tensors' shapes by name."""
+
+
+def check_free(module: nn.Module) -> None:
+    """Raise if a network holds the chains of another module.
+
+    Raises:
+        ValueError: if it does.
+    """
+    for name, part in module.named_modules():
+        num_chains, shapes = _STACKED.get(part, (0, {}))
+        for key, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is not None and tensor.shape == shapes.get(key):
+                raise ValueError(
+                    f"'{name}.{key}' holds the states of {num_chains} chains of another module's fit: make the network "
+                    "anew for this module, or go on with the other one; posterior.networks() has samples as networks"
+                )
 
 
 class StackedChains:
@@ -50,6 +70,7 @@ class StackedChains:
             stacked = torch.stack([start[index] for start in starts])
             is_parameter = isinstance(one, nn.Parameter)
             put(self.homes[index], nn.Parameter(stacked, one.requires_grad) if is_parameter else stacked)
+        _note_shapes(module, {id(tensor) for tensor in self.stacked})
         self._dim = self.stacked[0].dim()
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
@@ -302,6 +323,15 @@ def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool
 
 
 # -- embeddings with a padding row ------------------------------------------------------------------------------------
+
+
+def _note_shapes(module: nn.Module, stacked: set[int]) -> None:
+    """Note which tensors of a module's layers are stacked, by their ids."""
+    for part in module.modules():
+        held = [*part._parameters.items(), *part._buffers.items()]
+        shapes = {key: tensor.shape for key, tensor in held if tensor is not None and id(tensor) in stacked}
+        if shapes:
+            _STACKED[part] = next(iter(shapes.values()))[0], shapes
 
 
 def mask_padding(model: nn.Module) -> None:

@@ -7,12 +7,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import (
     SGLD,
     SGNHT,
     BayesianModule,
     Categorical,
+    Gaussian,
     GaussianPrior,
     LaplacePrior,
     pSGLD,
@@ -130,6 +132,27 @@ def test_a_parameter_without_reset_is_named() -> None:
     module = BayesianModule(net=Scaled(), likelihood=Categorical(), num_chains=2, seed=1)
     with pytest.warns(UserWarning, match=r"start with the same 'net\.scale'"):
         module.configure_model()
+
+
+def test_a_network_that_holds_another_modules_chains_is_named() -> None:
+    net: Any = nn.Linear(3, 1)
+    examples = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_size=10)
+
+    def fit(num_chains: int, module: Any = None) -> Any:
+        module = (
+            BayesianModule(net, Gaussian(1.0), lr=1e-3, num_chains=num_chains, seed=0) if module is None else module
+        )
+        every = SamplingSchedule(burn_in_epochs=0, every_n_epochs=1)
+        quiet_trainer(max_epochs=1, callbacks=[every, SampleCollector(in_memory=True)]).fit(module, examples)
+        return module
+
+    module = fit(2)
+    for again in (1, 2):
+        with pytest.raises(ValueError, match=r"'net.weight' holds the states of 2 chains of another module's fit"):
+            fit(again)
+    fit(2, module)  # the same module goes on
+    net = next(module.posterior.networks())  # and one of its networks begins another run
+    assert fit(3).chains.stacked.num_chains == 3
 
 
 def test_shared_batches() -> None:
