@@ -10,6 +10,8 @@ from lightning_sgmcmc.tensors import exact, widest
 
 MOST_CONFIGURATIONS = 10_000
 """Joint labels of the chosen data that are enumerated; of more, so many are drawn."""
+TOGETHER = 64
+"""Data whose joint entropies are computed at once."""
 CHUNK = 2**24
 """Numbers of a table of joint labels that is in memory at once."""
 
@@ -56,14 +58,21 @@ def batch_bald(
     table = torch.ones(1, len(p), dtype=p.dtype, device=p.device)  # p_s of the chosen data's joint labels, (C, S)
     offset: Tensor | None = None
     joint = 0.0
+    gain = torch.full_like(conditional, math.inf)  # of each datum, when it was last computed
     for _ in range(count):
-        entropy = _joint_entropies(table, offset, p, w)
-        gain = entropy - joint - conditional
-        gain[chosen] = -math.inf
-        best = int(gain.argmax())
+        best, largest = -1, -math.inf
+        for few in gain.argsort(descending=True, stable=True).split(TOGETHER):
+            if float(gain[few[0]]) <= largest:
+                break  # what a datum adds never grows with the others, so none of the rest is better
+            gain[few] = _joint_entropies(table, offset, p[:, few], w) - joint - conditional[few]
+            gain[chosen] = -math.inf
+            place = int(gain[few].argmax())
+            if float(gain[few[place]]) > largest:
+                best, largest = int(few[place]), float(gain[few[place]])
         chosen.append(best)
-        scores.append(max(float(gain[best]), 0.0))
-        joint = float(entropy[best])
+        scores.append(max(largest, 0.0))
+        joint += largest + float(conditional[best])
+        gain[best] = -math.inf
         if offset is None and len(table) * p.shape[2] <= most_configurations:
             table = torch.einsum("cs,sk->cks", table, p[:, best]).flatten(0, 1)
         else:
