@@ -57,6 +57,8 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
+WEIGHTS = "windows of the last draws, then stacking"
+"""The rule of the samples' weights, for sentences."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 SKIPPED, TIMED = 10, 60
 """Steps before the timing, and up to its end."""
@@ -204,6 +206,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "validation data"
             )
 
+    def plan_note(self) -> str | None:
+        if self.objective == "ood":
+            return "The samples keep even weights: the objective is to tell out-of-distribution inputs."
+        return f"The plan counts samples alike; the validation data will weigh them by {WEIGHTS}."
+
     def remedy(self, kind: str, side: str | None) -> str | None:
         """Name this callback's own arguments: its user passes neither a sampler nor a step size to the module."""
         if kind == FindingKind.PRECONDITIONER.value:
@@ -305,7 +312,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._weigh(trainer, module, posterior)
         if trainer.is_global_zero:
             folder = posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None
-            self._write_choices(folder, isinstance(module.prior, HierarchicalPrior))
+            self._write_choices(folder, isinstance(module.prior, HierarchicalPrior), posterior)
 
     def _weigh(self, trainer: pl.Trainer, module: ChainModel, posterior: Posterior) -> None:
         """Store the samples' weights, and evaluate their average on the validation data again."""
@@ -338,7 +345,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
-    def _write_choices(self, folder: Path | None, chose_prior: bool) -> None:
+    def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
         """Write the callback that repeats this run beside its samples, and say what it chose."""
         where = "."
         if folder is not None:
@@ -346,7 +353,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             where = f"; {CHOICES} in the run's folder repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
         prior = f"prior std {final}" if chose_prior else "the module's prior"
-        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}{where}")
+        weights = "even weights"
+        if (efficiency := posterior.weight_efficiency) < 1:
+            effective = efficiency * len(posterior)
+            weights = f"weights by {WEIGHTS} (effective sample size {effective:.1f} of {len(posterior)})"
+        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {weights}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
