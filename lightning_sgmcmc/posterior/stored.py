@@ -315,8 +315,8 @@ class StoredSamples:
         models = [one.model for one in every]
         chosen = type(self)(merged_store([one.store for one in every], models, masses), self.model)
         chosen._why_no_model = self._why_no_model
-        told = [one.novelty for one in every]
-        if all(one is not None for one in told):
+        told = [one.novelty for one in every if one.novelty is not None]
+        if len(told) == len(every):
             chosen._novelty = told[0].merge(*told[1:])
         return chosen
 
