@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -319,6 +320,30 @@ def test_the_written_choices_repeat_both_parts(both: Path) -> None:
     assert posterior.novelty is not None
     assert_same(list(again), list(posterior))
     assert_same(list(again.novelty), list(posterior.novelty))
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_the_last_part_ends_with_the_same_samples(tmp_path: Path) -> None:
+    """From a checkpoint after step 88 of 100, between the first and the second draw of the last part."""
+
+    def run(folder: Path, ckpt_path: Path | None = None) -> Posterior:
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=88, save_top_k=-1)
+        callbacks = [AutoSampling("both", num_draws=20), SampleCollector(folder / "samples"), saves]
+        trainer = quiet_trainer(max_epochs=25, callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder)
+        pl.seed_everything(0)
+        trainer.fit(classifier(num_chains=2), *loaders(0.3), ckpt_path=ckpt_path)
+        return Posterior.load(folder / "samples")
+
+    whole = run(tmp_path)
+    assert whole.novelty is not None
+    drawn = [sample.step for sample in whole.novelty]
+    assert min(drawn) < 88 < max(drawn)
+    expected = [list(whole), list(whole.novelty)]
+    (path,) = tmp_path.glob("step=88.ckpt")
+    again = run(tmp_path, path)
+    assert again.novelty is not None
+    assert_same(list(again), expected[0])
+    assert_same(list(again.novelty), expected[1])
 
 
 def test_both_needs_classes() -> None:
