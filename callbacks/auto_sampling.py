@@ -19,7 +19,7 @@ from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
 from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, draw_samples, on_cpu
 from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import instances_of, is_trial
@@ -46,6 +46,7 @@ from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.posterior.predictive import check_sample
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
@@ -57,6 +58,10 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
+HOT_SHARE, HOT_STD = 0.2, 0.2
+"""Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
+WEIGHTS = "windows of the last draws, then stacking"
+"""The rule of the samples' weights, for sentences."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 SKIPPED, TIMED = 10, 60
 """Steps before the timing, and up to its end."""
@@ -89,10 +94,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling out-of-distribution
-            inputs: τ = 1, a tight prior whose scale stays, and equal weights.
+            inputs: τ = 1, a tight prior whose scale stays, and equal weights. "both", for classes: as "nll", but the
+            last fifth of the run samples at τ = 1 under σ = 0.2. Its draws are `posterior.novelty`, of which
+            predictions have their mutual information.
         budget: time of the run, such as "90s", "10m" or "2h"; the epochs follow from the first steps' speed. None takes
             the trainer's max_epochs or max_steps.
-        num_draws: number of draws of each chain.
+        num_draws: number of draws of each chain, in both parts together.
         warm_up: share of the run that optimizes.
         prior_std: σ at the start; None is 0.3, in regression 0.35, and 0.2 for "ood".
         temperature: τ; None is that of the objective.
@@ -118,7 +125,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def __init__(
         self,
-        objective: Literal["nll", "ood"] = "nll",
+        objective: Literal["nll", "ood", "both"] = "nll",
         budget: str | None = None,
         num_draws: int = 80,
         warm_up: float = 0.2,
@@ -127,7 +134,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         lr: float = 0.01,
         prior_scales: Sequence[Sequence[Sequence[float]]] | None = None,
     ) -> None:
-        check_choice("objective", objective, ("nll", "ood"))
+        check_choice("objective", objective, ("nll", "ood", "both"))
         check_count("num_draws", num_draws, optional=False)
         check_within("warm_up", warm_up, "(0, 1)")
         check_positive("lr", lr)
@@ -156,6 +163,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._scores = DrawingScores()
         """The average of each chain's newest draws."""
         self._counts: dict[int, int] = defaultdict(int)
+        self._hot: list[PosteriorSample] = []
+        """The draws of the part at temperature 1, in host memory."""
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
 
@@ -163,6 +172,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         has_classes = isinstance(module.likelihood, ClassLikelihood)
+        if self.objective == "both" and not has_classes:
+            raise ValueError(
+                "objective='both' takes the mutual information of classes from a part of the run, and the likelihood "
+                "has none: pass objective='nll' or 'ood'"
+            )
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature
@@ -186,7 +200,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
 
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
-        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, 1 if length.is_trial else self.num_draws)
+        hot = HOT_SHARE if self.objective == "both" and not length.is_trial else 0.0
+        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, 1 if length.is_trial else self.num_draws, hot)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
@@ -203,6 +218,18 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "AutoSampling chooses on validation data, and the run has none: pass a datamodule or loader with "
                 "validation data"
             )
+
+    def plan_note(self) -> str | None:
+        if self.objective == "ood":
+            return "The samples keep even weights: the objective is to tell out-of-distribution inputs."
+        note = f"The plan counts samples alike; the validation data will weigh them by {WEIGHTS}."
+        if self.objective == "nll":
+            return note
+        return (
+            f"{note} It is of the samples that predict, at temperature {self.temperature:g}; the last {HOT_SHARE:.0%} "
+            f"of the run sample at temperature 1 under a prior of standard deviation {HOT_STD:g}, with even weights, "
+            "for the mutual information."
+        )
 
     def remedy(self, kind: str, side: str | None) -> str | None:
         """Name this callback's own arguments: its user passes neither a sampler nor a step size to the module."""
@@ -224,6 +251,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         stages = self.laid_out
         if stages.is_warm_up(step):
             return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
+        if step > stages.switch:  # what is measured of the stage of sampling, is of the samples that predict
+            return StepControls(stages.lr_factor(step), 1.0, Stage.EXPLORATION)
         return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
 
     def draws(self, step: int) -> bool:
@@ -234,9 +263,18 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self.total_steps = None
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
+        if self.has_stepped(pl_module) and self._step in self.laid_out.last_draw_steps:
+            self._draw_hot()
+
+    def _draw_hot(self) -> None:
+        """Keep the chains' states for the mutual information; other callbacks do not see them."""
+        chains, step = self.run.chains, self.run.sampler.step_count
+        for drawing in draw_samples(chains, step, functools.partial(check_sample, model=None)):
+            self._hot += map(on_cpu, drawing.samples)
 
     def acts_in(self, step: int) -> bool:
-        return self._budget.is_timing or self._acts_before(step)
+        draws_hot = step - self.run.chains.progress.warm_steps in self.laid_out.last_draw_steps
+        return self._budget.is_timing or draws_hot or self._acts_before(step)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
@@ -259,6 +297,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._blocks[chain].add(terms, log_density, 0.0)
         self._counts[chain] += 1
         self._adapt(module, sample, target)
+        ends = self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch
+        if ends and self.prior_scales is None and isinstance(module.prior, HierarchicalPrior):
+            self._choose(module, sample, HOT_STD)
 
     def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
         """Set the prior's scale of a chain after a block of draws."""
@@ -271,7 +312,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 self._choose(module, sample, given[sample.step])
             return
         at_end_of_block = count >= FIRST_BLOCK and (count - FIRST_BLOCK) % BLOCK == 0
-        if not at_end_of_block or self.objective != "nll":
+        if not at_end_of_block or self.objective == "ood":
             return
         block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
         if count >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None or module.likelihood is None:
@@ -301,11 +342,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         posterior = module.posterior
         if trainer.interrupted or is_trial(trainer) or posterior is None or not self._densities:
             return
-        if self.objective == "nll":
+        if self.objective != "ood":
             self._weigh(trainer, module, posterior)
+        if self._hot:
+            if trainer.is_global_zero or not isinstance(posterior.store, DiskStore):
+                posterior.keep_novelty(self._hot)
+            trainer.strategy.barrier("the samples for novelty are written")
+            posterior.find_novelty()
         if trainer.is_global_zero:
             folder = posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None
-            self._write_choices(folder, isinstance(module.prior, HierarchicalPrior))
+            self._write_choices(folder, isinstance(module.prior, HierarchicalPrior), posterior)
 
     def _weigh(self, trainer: pl.Trainer, module: ChainModel, posterior: Posterior) -> None:
         """Store the samples' weights, and evaluate their average on the validation data again."""
@@ -338,15 +384,24 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
-    def _write_choices(self, folder: Path | None, chose_prior: bool) -> None:
+    def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
         """Write the callback that repeats this run beside its samples, and say what it chose."""
         where = "."
         if folder is not None:
             write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
             where = f"; {CHOICES} in the run's folder repeats these choices."
-        final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
+        end = self.run.chains.progress.warm_steps + self.laid_out.switch  # where the scale becomes that for novelty
+        last = [[std for step, std in self.chosen[chain] if step < end] for chain in sorted(self.chosen)]
+        final = ", ".join(f"{stds[-1]:.3g}" for stds in last)
         prior = f"prior std {final}" if chose_prior else "the module's prior"
-        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}{where}")
+        weights = "even weights"
+        if (efficiency := posterior.weight_efficiency) < 1:
+            effective = efficiency * len(posterior)
+            weights = f"weights by {WEIGHTS} (effective sample size {effective:.1f} of {len(posterior)})"
+        told = ""
+        if posterior.novelty is not None:
+            told = f"; mutual information by {len(posterior.novelty)} samples at temperature 1, prior std {HOT_STD:g}"
+        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {weights}{told}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -355,6 +410,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._budget.steps = saved["budget_steps"]
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._counts.update(saved["counts"])
+            shared = run.chains.sharing.tensors()
+            self._hot = [PosteriorSample(**sample, shared=shared) for sample in saved.get("hot", [])]
             for chain, block in saved["blocks"].items():
                 self._blocks[chain].load_state_dict(block)
         super().begin(run, saved)
@@ -366,6 +423,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
             "counts": dict(self._counts),
             "chosen": dict(self.chosen),
+            "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }
 
 

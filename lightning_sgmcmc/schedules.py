@@ -234,21 +234,26 @@ class Patience:
 
 @dataclass(frozen=True)
 class WarmUpAndDecay:
-    """Optimization, then one stage of draws with a falling step size.
+    """Optimization, then one stage of draws with a falling step size, and a second one if there is a last part.
 
         lr_k = lr_0·max(0.02, [cos(π·(k-1)/W) + 1]/2) for k ≤ W,   lr_0·[e + (1-e)·(cos(π·u) + 1)/2] after,   e = 0.1
 
-    K are the steps, W those of the warm-up, and u the elapsed share of the other K - W. Each stage begins with a linear
-    rise: over a tenth of the warm-up, and over 30 steps. The draws are spread evenly over the second stage.
+    K are the steps, W those of the warm-up, and u the elapsed share of the stage: of the other K - W, or of each part
+    of them. Each stage begins with a linear rise: over a tenth of the warm-up, and over 30 steps. The draws are spread
+    evenly over the steps after the warm-up; those of the last part, a share of all steps, are `last_draw_steps`.
 
     >>> stages = WarmUpAndDecay(100, 0.2, 4)
     >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)
     ((40, 60, 80, 100), True, False)
+    >>> stages = WarmUpAndDecay(100, 0.2, 4, last_part=0.4)
+    >>> stages.draw_steps, stages.last_draw_steps
+    ((40, 60), (80, 100))
     """
 
     total_steps: int
     warm_up: float
     num_draws: int
+    last_part: float = 0.0
 
     def __post_init__(self) -> None:
         if self.total_steps - self.warm_steps < self.num_draws:
@@ -262,25 +267,38 @@ class WarmUpAndDecay:
         """W, at least 1 if there are two steps."""
         return min(max(round(self.warm_up * self.total_steps), 1), self.total_steps - 1)
 
+    @property
+    def switch(self) -> int:
+        """The last step before the last part; K without one."""
+        return max(self.total_steps - round(self.last_part * self.total_steps), self.warm_steps + 1)
+
     @cached_property
     def draw_steps(self) -> tuple[int, ...]:
-        """The steps after which draws are taken."""
+        """The steps after which draws are taken, without those of the last part."""
         left = self.total_steps - self.warm_steps
-        return tuple(self.warm_steps + round((j + 1) * left / self.num_draws) for j in range(self.num_draws))
+        count = max(1, round(self.num_draws * (self.switch - self.warm_steps) / left))
+        return tuple(self.warm_steps + round((j + 1) * (self.switch - self.warm_steps) / count) for j in range(count))
+
+    @cached_property
+    def last_draw_steps(self) -> tuple[int, ...]:
+        """The steps of the last part after which draws are taken."""
+        left, count = self.total_steps - self.switch, self.num_draws - len(self.draw_steps)
+        return tuple(self.switch + round((j + 1) * left / count) for j in range(count))
 
     def is_warm_up(self, step: int) -> bool:
         """Return whether step k is in the warm-up."""
         return step <= self.warm_steps
 
     def draws(self, step: int) -> bool:
-        """Return whether a draw is taken after step k."""
+        """Return whether a draw is taken after step k, which is not in the last part."""
         place = bisect_left(self.draw_steps, step)
-        return place < self.num_draws and self.draw_steps[place] == step
+        return place < len(self.draw_steps) and self.draw_steps[place] == step
 
     def lr_factor(self, step: int) -> float:
         """Return lr_k/lr_0 of step k."""
         warm = self.warm_steps
         if step <= warm:
             return max(0.02, (math.cos(math.pi * (step - 1) / warm) + 1) / 2) * min(1.0, step / (0.1 * warm))
-        elapsed = (step - warm - 1) / (self.total_steps - warm)
-        return (0.1 + 0.45 * (math.cos(math.pi * elapsed) + 1)) * min(1.0, (step - warm) / 30)
+        begin, end = (warm, self.switch) if step <= self.switch else (self.switch, self.total_steps)
+        elapsed = (step - begin - 1) / (end - begin)
+        return (0.1 + 0.45 * (math.cos(math.pi * elapsed) + 1)) * min(1.0, (step - begin) / 30)

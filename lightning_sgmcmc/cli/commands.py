@@ -57,7 +57,7 @@ OPTIONS = {
     "--resume": "continue the newest run of this configuration, in its folder",
     "--auto": "AutoSampling, whose prior scale and weights the validation data decide",
     "--budget TIME": "with --auto: time of the run, such as 90s, 10m or 2h; the number of epochs follows",
-    "--objective NAME": "with --auto: nll (likelihood of new data) or ood (telling inputs of other sources)",
+    "--objective NAME": "with --auto: nll (likelihood of new data), ood (telling inputs of other sources) or both",
     "--baselines": "also train a single network and an ensemble of the same cost, and add them to results.json",
     "--seed_everything N": "seed of the run (0)",
     "--print_config": "print the configuration with all defaults, and exit",

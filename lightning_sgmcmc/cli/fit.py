@@ -93,7 +93,9 @@ class SamplingCLI(LightningCLI):
             help="fit: also train a single network and an ensemble of the same cost, for results.json",
         )
         parser.add_argument("--verbose", action="store_true", help="print all that summary.txt has")
-        parser.add_argument("--objective", choices=["nll", "ood"], default="nll", help="fit --auto: what to choose by")
+        parser.add_argument(
+            "--objective", choices=["nll", "ood", "both"], default="nll", help="fit --auto: what to choose by"
+        )
         parser.add_argument("--budget", default=None, help="fit --auto: time of the run, such as 10m")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -81,6 +81,7 @@ class Decisions(StoredSamples):
         Classes have "entropy", "max_probability" (its negative), "mutual_information" and, with `Categorical`,
         "energy", the mean over samples of -log Σ_k exp(logit_k). A constant added to all logits changes the energy
         alone, so it is as good as the prior holds them. Numbers have "std" and "epistemic_std". Larger is stranger.
+        Mutual information is of the samples of `novelty`, if there are some; other scores are of those that predict.
 
         Args:
             known: inputs like the training data, not used in the fit, as `predict` takes them.

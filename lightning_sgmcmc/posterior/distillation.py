@@ -119,6 +119,7 @@ def distillation_loss(output: Tensor, teacher: Prediction, weight: float) -> tup
         predictive = (torch.special.xlogy(known, known) - known * logs).sum(-1).mean()
         entropy = predictive_entropy(known)
         share = teacher.mutual_information.float() / entropy.clamp_min(torch.finfo(torch.float32).tiny)
+        share = share.clamp_max(1)  # a mutual information of `novelty` may exceed the entropy
         return predictive, weight * (entropy * _coins(share, output[:, classes].float())).mean()
     mean, log_std, logit = output.float().chunk(3, -1)
     log_std = log_std.clamp(-20, 20)

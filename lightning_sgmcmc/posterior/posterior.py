@@ -34,7 +34,7 @@ from lightning_sgmcmc.posterior.predictive import (
     with_new_statistics,
 )
 from lightning_sgmcmc.posterior.sharing import save_samples
-from lightning_sgmcmc.predictions import ClassPrediction, Prediction
+from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact
 
@@ -204,6 +204,9 @@ class Posterior(Decisions):
         what the network receives. Small samples stay in memory. On a GPU samples run at once (`torch.vmap`), on a CPU
         one after another, which is faster there.
 
+        If there are samples of `novelty`, the mutual information (`epistemic`) is theirs, without a calibration, and
+        the prediction also has `expected_entropy`. Probabilities, entropy and `aleatoric` are of the weighted samples.
+
         Args:
             x: a data frame, a tensor or an array (n, …), a dict by the names of `forward`, or a tuple of all that it
                 needs; or batches (a loader) of these or as in training, read in one pass. Floats get the samples'
@@ -223,9 +226,12 @@ class Posterior(Decisions):
         """
         model = self._ready_model()
         normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
+        x = list(x) if self.novelty is not None and isinstance(x, Iterator) else x  # it is read twice
         self._ready = ready_samples(self._ready, self.store, model)
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
+        if self.novelty is not None and isinstance(prediction, ClassPrediction | MultiLabelPrediction):
+            prediction = prediction.with_epistemic_of(self.novelty.predict(x))
         names = self.store.columns.classes
         if isinstance(prediction, ClassPrediction) and len(names) == prediction.probabilities.shape[-1]:
             prediction.named(names)
@@ -268,8 +274,8 @@ class Posterior(Decisions):
 
             stored = round(θ - base),   read = stored + base, base 0 by default
 
-        Weights, columns, calibration and the network's description go with them. A sample that `resample` has drawn
-        repeatedly is written once, with the sum of its weights.
+        Weights, columns, calibration, the samples of `novelty` and the network's description go with them. A sample
+        that `resample` has drawn repeatedly is written once, with the sum of its weights.
 
         Args:
             path: a new folder.
@@ -290,6 +296,8 @@ class Posterior(Decisions):
                 numbers too large for float16.
         """
         saved = Posterior(save_samples(self, path, dtype, base), self.model)
+        if self.novelty is not None:
+            saved.keep_novelty(self.novelty)
         saved._why_no_model = self._why_no_model
         saved.calibration = saved_calibration(saved.store)
         return saved
@@ -348,6 +356,7 @@ class Posterior(Decisions):
 
         Args:
             outputs: names of other parts of the prediction to return, such as ("probabilities", "mutual_information").
+                All are of the samples that predict, not of `novelty`.
 
         Raises:
             RuntimeError: if there are no samples, or no model with a likelihood.
@@ -497,6 +506,7 @@ class Posterior(Decisions):
         indices, weights, compression = compress(self, self._ready_model(), k, data, unknown)
         chosen = self._selected(indices, weights.log().tolist(), True)
         chosen.compression = compression
+        chosen._novelty = None
         return chosen
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
@@ -513,7 +523,10 @@ class Posterior(Decisions):
             a new posterior, in memory; this one is unchanged.
         """
         model = self._ready_model()
-        return Posterior(with_new_statistics(self.store, model, batches), model)
+        batches = batches if self.novelty is None else list(batches)
+        found = Posterior(with_new_statistics(self.store, model, batches), model)
+        found._novelty = None if self.novelty is None else self.novelty.update_batch_norm(batches)
+        return found
 
     def plot_trace(self, parameters: Sequence[str] | None = None) -> "Figure":
         """Draw the samples' energies against the step, one line for each chain; with parameters, these instead.

@@ -1,8 +1,9 @@
 """Stored samples with their weights: what needs no network, such as selections, weights, tables and export."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -18,6 +19,7 @@ from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.description import description_of, first_difference
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import SHOWN, SMALL, ParameterTable, parameter_table, summary, to_inference_data
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.predictive import ReadySamples
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 from lightning_sgmcmc.tables import Columns
@@ -106,6 +108,11 @@ def _check_alike(
 Samples = TypeVar("Samples", bound="StoredSamples")
 
 
+def _novelty_folder(store: SampleStore) -> Path | None:
+    """Return the place of the samples for novelty of a store's run; None in memory."""
+    return store.path / f"novelty-{store.run_id}" if isinstance(store, DiskStore) else None
+
+
 class StoredSamples:
     """The part of a `Posterior` that needs no network: samples, weights, selections, export."""
 
@@ -120,6 +127,9 @@ class StoredSamples:
         """What `calibrate` has fitted, which predictions use; None leaves them as they are."""
         self._why_no_model = "no model was given"
         self._ready: ReadySamples | None = None
+        self._novelty: Any = None
+        """The posterior of `novelty`, whose model this one's takes the place of."""
+        self.find_novelty()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_ready": None}
@@ -151,6 +161,42 @@ class StoredSamples:
         rows = [(r.step, r.chain, r.cycle, r.energy, r.log_weight) for r in self.records[:SHOWN]]
         more = [] if len(self) <= SHOWN else [("…",) * 5]
         return html_table(repr(self), ("step", "chain", "cycle", "energy", "log-weight"), [*rows, *more])
+
+    # -- novelty ------------------------------------------------------------------------------------------------------
+
+    @property
+    def novelty(self: Samples) -> Samples | None:
+        """The samples that mutual information is of, in place of those that predict; None without any.
+
+        `AutoSampling(objective="both")` draws them at temperature 1 under a tight prior; they have even weights. They
+        are in a folder of their own in that of the samples. Selections keep them whole, and `merge` those of all;
+        `compress` and `push_to_hub` drop them, and then all uncertainty is of the samples that predict.
+        """
+        if self._novelty is not None:
+            self._novelty.model, self._novelty._why_no_model = self.model, self._why_no_model
+        found: Samples | None = self._novelty
+        return found
+
+    def find_novelty(self) -> None:
+        """Take the samples for novelty that are in the folder of the samples, if it has some."""
+        folder = _novelty_folder(self.store)
+        if folder is not None and (folder / MANIFEST).exists():
+            self._novelty = type(self)(DiskStore(folder))
+
+    def keep_novelty(self, samples: Iterable[PosteriorSample]) -> None:
+        """Store samples for novelty beside those that predict: in their folder, or in memory."""
+        folder = _novelty_folder(self.store)
+        store: SampleStore = MemoryStore()
+        if folder is not None:
+            if (folder / MANIFEST).exists():  # of a run that has been resumed after its end
+                DiskStore(folder).keep([])
+                store = DiskStore(folder)
+            else:
+                own = self.store
+                store = DiskStore.create(folder, own.model_description, own.columns, own.shared, own.narrow)
+        for sample in samples:
+            store.append(replace(sample, log_weight=0.0))
+        self._novelty = type(self)(store, self.model)
 
     @property
     def records(self) -> list[SampleRecord]:
@@ -269,6 +315,9 @@ class StoredSamples:
         models = [one.model for one in every]
         chosen = type(self)(merged_store([one.store for one in every], models, masses), self.model)
         chosen._why_no_model = self._why_no_model
+        told = [one.novelty for one in every if one.novelty is not None]
+        if len(told) == len(every):
+            chosen._novelty = told[0].merge(*told[1:])
         return chosen
 
     def summary(
@@ -328,7 +377,7 @@ class StoredSamples:
         if comparable is not None:
             records = [replace(record, comparable=comparable) for record in records]
         chosen = type(self)(StoreView([(self.store, index) for index in indices], records, self.store), self.model)
-        chosen._why_no_model = self._why_no_model
+        chosen._why_no_model, chosen._novelty = self._why_no_model, self._novelty
         return chosen
 
     def in_memory(self: Samples, datamodule: Any = None) -> Samples:
@@ -349,6 +398,7 @@ class StoredSamples:
         store.contour, store.columns = self.store.contour, self.store.columns
         kept = type(self)(store, self.model)
         kept.calibration = self.calibration
+        kept._novelty = None if self.novelty is None else self.novelty.in_memory()
         return kept
 
     def standardised(self: Samples) -> Samples:

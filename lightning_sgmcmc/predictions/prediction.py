@@ -224,9 +224,14 @@ class _OfProbabilities(Prediction):
         entropy: Tensor,
         mutual_information: Tensor,
         sample_probabilities: Tensor | None = None,
+        expected_entropy: Tensor | None = None,
     ) -> None:
         parts = {"probabilities": probabilities, "entropy": entropy, "mutual_information": mutual_information}
-        super().__init__(**parts, sample_probabilities=sample_probabilities)
+        super().__init__(**parts, sample_probabilities=sample_probabilities, expected_entropy=expected_entropy)
+
+    def with_epistemic_of(self: OfClasses, other: Prediction) -> OfClasses:
+        """Return this predictive with the mutual information of other samples; `aleatoric` stays that of its own."""
+        return self.replaced(expected_entropy=self.aleatoric, mutual_information=other.mutual_information)
 
     @property
     def total(self) -> Tensor:
@@ -240,8 +245,9 @@ class _OfProbabilities(Prediction):
 
     @property
     def aleatoric(self) -> Tensor:
-        """The samples' mean entropy, in nats: the entropy less the mutual information."""
-        return (self.entropy - self.mutual_information).clamp_min(0)
+        """The mean entropy of the samples that predict, in nats: the entropy less their mutual information."""
+        known: Tensor | None = vars(self).get("expected_entropy")
+        return known if known is not None else (self.entropy - self.mutual_information).clamp_min(0)
 
     def quantile(self, q: float) -> Tensor:
         """Return a quantile, over the weighted samples, of each class's probability, shape of `probabilities`.
@@ -285,10 +291,12 @@ class _OfProbabilities(Prediction):
         own = torch.special.entr(widest(each)).sum(-1)
         aleatoric = torch.einsum("s,s...->...", kept.weights.to(own), own).to(entropy.dtype)
         each = each if each.shape == kept.probabilities.shape else each[..., 1]
+        is_of_others = "expected_entropy" in vars(self)
         found = self.replaced(
             probabilities=probabilities,
             entropy=entropy,
-            mutual_information=(entropy - aleatoric).clamp_min(0),
+            mutual_information=self.mutual_information if is_of_others else (entropy - aleatoric).clamp_min(0),
+            expected_entropy=aleatoric if is_of_others else None,
             sample_probabilities=each if "sample_probabilities" in vars(self) else None,
         )
         return found.with_kept(Members(each, kept.weights))
@@ -321,6 +329,8 @@ class ClassPrediction(_OfProbabilities):
         mutual_information: between label and parameters, shape (n,) or (n, …): the part of the entropy that comes from
             disagreement between samples.
         sample_probabilities: each sample's probabilities, shape (S, n, …, K), on request.
+        expected_entropy: the mean entropy of the samples that predict, where mutual_information is of other samples
+            (`Posterior.novelty`); None where it is the entropy less the mutual information.
 
     >>> third = torch.full((1, 3), 1 / 3)
     >>> prediction = ClassPrediction(third, torch.tensor([1.0986]), torch.zeros(1))
@@ -365,6 +375,7 @@ class MultiLabelPrediction(_OfProbabilities):
         entropy: of each label, in nats, shape (n, L).
         mutual_information: between each label and the parameters, in nats, shape (n, L).
         sample_probabilities: each sample's probabilities, shape (S, n, L), on request.
+        expected_entropy: see `ClassPrediction`.
     """
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:

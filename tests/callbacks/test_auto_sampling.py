@@ -1,6 +1,8 @@
 """AutoSampling: that its choices have the right direction, are repeated by their YAML, and reach the stored samples."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -234,6 +237,122 @@ def test_a_learned_noise_scale_has_a_prior_of_its_own() -> None:
     assert float(scales["net.weight"]) == pytest.approx(0.35)
 
 
+# -- both objectives --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two chains."""
+    folder = tmp_path_factory.mktemp("both")
+    fit(AutoSampling("both", num_draws=20), folder=folder, num_chains=2)
+    return folder
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    return torch.special.entr(probabilities.double()).sum(-1)
+
+
+def test_each_uncertainty_is_of_its_own_samples(both: Path) -> None:
+    """From the folder alone, by the members' probabilities: H[mean] - mean H of one part, and mean H of the other."""
+    posterior, x = Posterior.load(both), labels(0.3, 50, 4).tensors[0] * 2
+    assert posterior.novelty is not None
+    assert [len(posterior), len(posterior.novelty)] == [2 * 15, 2 * 5]
+    assert posterior[-1].step < posterior.novelty[0].step
+    assert posterior.novelty.weight_efficiency == pytest.approx(1)
+    assert [float(s.scales["net.0.weight"]) for s in posterior.novelty] == [pytest.approx(0.2)] * 10
+    found = posterior.predict(x, return_samples=True)
+    each = posterior.novelty.predict(x, return_samples=True).sample_probabilities
+    expected = torch.einsum("s,snk->nk", posterior.weights, found.sample_probabilities.double())
+    torch.testing.assert_close(found.probabilities.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.entropy.double(), entropy(expected), atol=1e-5, rtol=0)
+    information = entropy(each.double().mean(0)) - entropy(each).mean(0)
+    torch.testing.assert_close(found.epistemic.double(), information, atol=1e-5, rtol=0)
+    noise = posterior.weights @ entropy(found.sample_probabilities)
+    torch.testing.assert_close(found.aleatoric.double(), noise, atol=1e-5, rtol=0)
+    told = posterior.detect(x[:20], x[20:]).known["mutual_information"]
+    torch.testing.assert_close(told, information[:20], atol=1e-5, rtol=0)
+
+
+def test_selections_keep_the_samples_for_novelty_and_compression_drops_them(both: Path, tmp_path: Path) -> None:
+    posterior, (x, y) = Posterior.load(both), labels(0.3, 100, 4).tensors
+    information = posterior.predict(x).epistemic
+    calibrated = posterior.calibrate([(x, y)])
+    assert calibrated.calibration is not None
+    kept = [
+        posterior.thin(every=2),
+        posterior[-3:],
+        posterior.resample(5),
+        posterior.reweighted("sample", exponent=0.0),
+        posterior.in_memory(),
+        posterior.save(tmp_path / "saved"),
+        Posterior.load(tmp_path / "saved"),
+        calibrated,
+    ]
+    for chosen in kept:
+        assert torch.equal(chosen.predict(iter([x])).epistemic, information)
+    few = posterior.compress(4, [(x, y)])
+    assert few.novelty is None
+    assert not torch.allclose(few.predict(x).epistemic, information)
+    other = Posterior.load(tmp_path / "saved").in_memory()
+    merged = posterior.merge(other)
+    assert merged.novelty is not None
+    assert len(merged.novelty) == 2 * 10
+    torch.testing.assert_close(merged.predict(x).epistemic, information)
+
+
+@pytest.mark.slow
+def test_a_new_process_has_the_same_uncertainty(both: Path) -> None:
+    code = (
+        "import sys, torch; from lightning_sgmcmc import Posterior\n"
+        "print(float(Posterior.load(sys.argv[1]).predict(torch.ones(1, 20)).epistemic))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(both)], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == float(Posterior.load(both).predict(torch.ones(1, 20)).epistemic)
+
+
+@pytest.mark.slow
+def test_the_written_choices_repeat_both_parts(both: Path) -> None:
+    (path,) = both.rglob("auto.yaml")
+    again = fit(AutoSampling(**yaml.safe_load(path.read_text())["init_args"]), num_chains=2).posterior
+    posterior = Posterior.load(both)
+    assert again is not None
+    assert again.novelty is not None
+    assert posterior.novelty is not None
+    assert_same(list(again), list(posterior))
+    assert_same(list(again.novelty), list(posterior.novelty))
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_the_last_part_ends_with_the_same_samples(tmp_path: Path) -> None:
+    """From a checkpoint after step 88 of 100, between the first and the second draw of the last part."""
+
+    def run(folder: Path, ckpt_path: Path | None = None) -> Posterior:
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=88, save_top_k=-1)
+        callbacks = [AutoSampling("both", num_draws=20), SampleCollector(folder / "samples"), saves]
+        trainer = quiet_trainer(max_epochs=25, callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder)
+        pl.seed_everything(0)
+        trainer.fit(classifier(num_chains=2), *loaders(0.3), ckpt_path=ckpt_path)
+        return Posterior.load(folder / "samples")
+
+    whole = run(tmp_path)
+    assert whole.novelty is not None
+    drawn = [sample.step for sample in whole.novelty]
+    assert min(drawn) < 88 < max(drawn)
+    expected = [list(whole), list(whole.novelty)]
+    (path,) = tmp_path.glob("step=88.ckpt")
+    again = run(tmp_path, path)
+    assert again.novelty is not None
+    assert_same(list(again), expected[0])
+    assert_same(list(again.novelty), expected[1])
+
+
+def test_both_needs_classes() -> None:
+    module = BayesianModule(net=nn.Linear(20, 1), likelihood=Gaussian(std=1.0))
+    data = DataLoader(TensorDataset(torch.randn(40, 20), torch.randn(40, 1)), 20)
+    with pytest.raises(ValueError, match="objective='both' takes the mutual information of classes"):
+        quiet_trainer(max_epochs=20, callbacks=[AutoSampling("both", num_draws=5)]).fit(module, data, data)
+
+
 # -- the schedule -----------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +366,17 @@ def test_the_stages_of_a_run() -> None:
     assert factors[199] == pytest.approx(0.02)
     assert factors[240] > 0.99
     assert factors[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_the_last_part_of_both_samples_at_temperature_1() -> None:
+    auto = AutoSampling("both", num_draws=16)
+    auto.lay_out(RunLength(1000))
+    found = {step: auto.controls(step) for step in range(1, 1001)}
+    assert [step for step in found if auto.draws(step)] == [200 + 50 * j for j in range(1, 13)]
+    assert auto.laid_out.last_draw_steps == (850, 900, 950, 1000)
+    assert {controls.temperature for step, controls in found.items() if step > 800} == {1.0}
+    assert {controls.temperature for step, controls in found.items() if 200 < step <= 800} == {None}
+    assert [found[step].lr_factor < 0.11 for step in (800, 840, 1000)] == [True, False, True]
 
 
 def test_a_budget_sets_the_number_of_steps() -> None:

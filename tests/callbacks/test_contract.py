@@ -85,6 +85,7 @@ CALLBACKS = {
         is_schedule=True,
     ),
     "AutoSampling": Case(lambda: AutoSampling(num_draws=14), is_schedule=True, interacting=True),
+    "AutoSampling, both": Case(lambda: AutoSampling("both", num_draws=14), is_schedule=True, interacting=True),
     "SWAG": Case(lambda: SWAG(rank=3, num_draws=2, num_cycles=2, collection=0.6, every_n_steps=2), is_schedule=True),
     "MCDropout": Case(lambda: MCDropout(num_draws=2)),
     "SampleCollector": Case(lambda: SampleCollector(every_n_samples=2)),
