@@ -80,7 +80,7 @@ def _introduction(seeds: int) -> str:
         "data choose. A prediction costs as many passes as the table has, and MB is the size of their weights. Sets of "
         "classes have the most probable ones up to 90 %, without a conformal threshold. Regression: in the target's "
         "units, OOD by the predictive standard deviation. The joint NLL is of groups of 10 test data, in nats per "
-        "datum: dyadic ones of classes, near ones of numbers; a calibration is not of it. Differences are paired, "
+        "example: dyadic ones of classes, near ones of numbers; a calibration is not of it. Differences are paired, "
         "below 0 is better, with 95 % intervals of a bootstrap over seeds and test data; * off zero."
     )
 
