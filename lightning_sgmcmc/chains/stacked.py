@@ -32,7 +32,9 @@ def check_free(module: nn.Module) -> None:
         ValueError: if it does.
     """
     for name, part in module.named_modules():
-        num_chains, shapes = _STACKED.get(part, (0, {}))
+        if part not in _STACKED:
+            continue
+        num_chains, shapes = _STACKED[part]
         for key, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is not None and tensor.shape == shapes.get(key):
                 raise ValueError(

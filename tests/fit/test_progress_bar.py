@@ -90,7 +90,7 @@ def test_one_line_of_eighty_columns(
     fit(bar, (BayesianModelAverage(),), max_epochs=120, max_steps=STEPS)
     printed = ANSI.sub("", file.getvalue() or capsys.readouterr().out)
     last = [line.rstrip() for line in re.split(r"[\r\n]", printed) if "Epoch" in line and "nll" in line][-1]
-    assert re.search(r"nll[=:] ?[\d.]+,? val[=:] ?[\d.]+,? n[=:] ?6\b", last), last
+    assert re.search(r"nll[=:] ?[\d.]+,? val[=:] ?[\d.]+,? samples[=:] ?6\b", last), last
     assert len(re.sub("█+", "█", last)) <= 80, "tqdm shortens the bar on a terminal"
 
 
