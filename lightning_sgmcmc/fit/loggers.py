@@ -89,7 +89,8 @@ WIDE = 120
 
 
 class SamplingProgress(pl.Callback):
-    """Adds NLL, number of samples and, on a wide terminal, more to any progress bar that asks `get_metrics`."""
+    """Adds NLL, that of validation data once it is known, number of samples and, on a wide terminal, more to any
+    progress bar that asks `get_metrics`."""
 
     def __init__(self, safeguards: Safeguards) -> None:
         self._safeguards = safeguards
@@ -135,10 +136,10 @@ class SamplingProgress(pl.Callback):
         progress = chains.progress
         if sampler.step_count == 0:
             return {}
-        found = {"nll": short_number(mean_nll(chains.observed))}
         validation = _validation_nll(trainer, module)
-        if validation is not None:
-            found["val"] = short_number(validation)
+        found = {} if validation is None else {"val_nll": short_number(validation)}
+        if self._is_wide or not found:
+            found = {"nll": short_number(mean_nll(chains.observed)), **found}
         samples = str(self._safeguards.samples)
         if not self._is_wide and progress.stage is Stage.WARM_START:
             return {**found, "stage": progress.stage.value}

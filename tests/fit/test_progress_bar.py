@@ -44,7 +44,7 @@ def fit(bar: ProgressBar | None, callbacks: tuple[pl.Callback, ...] = (), **opti
 def shown(printed: str) -> list[dict[str, str]]:
     """Return the items of every state that the bar was printed in; one that stood cut short is left out."""
     pattern = (
-        r"nll[=:] ?(\S+?),? (?:val[=:] ?\S+?,? )?temperature[=:] ?(\S+?),? cycle[=:] ?(\S+?),? stage[=:] ?(\S+?),? "
+        r"nll[=:] ?(\S+?),? (?:val_nll[=:] ?\S+?,? )?temperature[=:] ?(\S+?),? cycle[=:] ?(\S+?),? stage[=:] ?(\S+?),? "
         r"samples[=:] ?(\d+)"
     )
     names = ("nll", "temperature", "cycle", "stage", "samples")
@@ -90,7 +90,7 @@ def test_one_line_of_eighty_columns(
     fit(bar, (BayesianModelAverage(),), max_epochs=120, max_steps=STEPS)
     printed = ANSI.sub("", file.getvalue() or capsys.readouterr().out)
     last = [line.rstrip() for line in re.split(r"[\r\n]", printed) if "Epoch" in line and "nll" in line][-1]
-    assert re.search(r"nll[=:] ?[\d.]+,? val[=:] ?[\d.]+,? samples[=:] ?6\b", last), last
+    assert re.search(r"val_nll[=:] ?[\d.]+,? samples[=:] ?6\b", last), last
     assert len(re.sub("█+", "█", last)) <= 80, "tqdm shortens the bar on a terminal"
 
 
