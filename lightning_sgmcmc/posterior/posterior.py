@@ -331,6 +331,8 @@ class Posterior(Decisions):
             ValueError: for another form of repo_id, a run without results, or as `save` does.
             RuntimeError: if there are no samples.
         """
+        if self.novelty is not None:
+            rank_zero_warn("The samples of posterior.novelty are not sent: mutual information will be of the others.")
         return push(self, repo_id, dtype, base, private, run)
 
     def networks(self) -> Iterator[nn.Module]:
@@ -506,7 +508,8 @@ class Posterior(Decisions):
         indices, weights, compression = compress(self, self._ready_model(), k, data, unknown)
         chosen = self._selected(indices, weights.log().tolist(), True)
         chosen.compression = compression
-        chosen._novelty = None
+        if chosen.novelty is not None:
+            chosen.drop_novelty("compress leaves out those at temperature 1")
         return chosen
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":

@@ -15,6 +15,7 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, resample, weight_efficiency
 from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.description import description_of, first_difference
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -183,6 +184,11 @@ class StoredSamples:
         if folder is not None and (folder / MANIFEST).exists():
             self._novelty = type(self)(DiskStore(folder))
 
+    def drop_novelty(self, why: str) -> None:
+        """Leave out the samples for novelty, and say what mutual information is of then."""
+        self._novelty = None
+        rank_zero_warn(f"Mutual information is of the samples that predict from now on, since {why}.")
+
     def keep_novelty(self, samples: Iterable[PosteriorSample]) -> None:
         """Store samples for novelty beside those that predict: in their folder, or in memory."""
         folder = _novelty_folder(self.store)
@@ -318,6 +324,8 @@ class StoredSamples:
         told = [one.novelty for one in every if one.novelty is not None]
         if len(told) == len(every):
             chosen._novelty = told[0].merge(*told[1:])
+        elif told:
+            chosen.drop_novelty("only some of the posteriors have samples for it")
         return chosen
 
     def summary(
