@@ -108,13 +108,14 @@ def _of_recipe(wanted: dict[str, Any]) -> dict[str, Any]:
     """
     rows = kept(wanted["recipe"])["runs"][wanted["scale"]]["rows"]
     known = {row["method"]: row["value"] for row in rows if row["metric"] == wanted["metric"]}
+    compared = [method for *_, method in wanted["methods"] if method not in wanted["apart"]]
+    best = {data: min(known[f"{data}: {method}"] for method in compared) for data in wanted["data"]}
     table = []
     for label, how, method in wanted["methods"]:
         cells = []
         for data in wanted["data"]:
-            best = min(known[f"{data}: {m}"] for _, _, m in wanted["methods"] if m not in wanted["apart"])
             value = known[f"{data}: {method}"]
-            is_best = method not in wanted["apart"] and f"{value:.3f}" == f"{best:.3f}"
+            is_best = method in compared and f"{value:.3f}" == f"{best[data]:.3f}"
             text = f"{value:.3f}".replace("-", "−")
             cells.append(f"**{text}**" if is_best else text)
         table.append([label, how, *cells])

@@ -137,13 +137,8 @@ class CompiledSteps:
         counted = [sampler.counted(group) for group in sampler.param_groups]
         columns, form = self._columns(controls, counted, count)
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
-        own_options = [_fixed(group, part is not None and part.scales) for group in sampler.param_groups]
-        options = repr(
-            [
-                {name: value for name, value in own.items() if name not in names}
-                for own, names in zip(own_options, counted, strict=True)
-            ]
-        )
+        is_scaled, groups = part is not None and part.scales, sampler.param_groups
+        options = repr([_fixed(group, is_scaled, own) for group, own in zip(groups, counted, strict=True)])
         names = tuple([(place, name) for place, name, _ in buffers])
         settings = None if part is None else (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
@@ -328,8 +323,7 @@ def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> An
             if len(_LOOPS) >= MOST_LOOPS:
                 _LOOPS.clear()
             _LOOPS[key] = found
-    loop = found
-    return lambda *of_steps: loop(*of_steps[:-1], *constants, of_steps[-1])
+    return lambda *of_steps: found(*of_steps[:-1], *constants, of_steps[-1])
 
 
 def _lifted(step: GraphModule) -> list[Tensor]:
@@ -383,10 +377,10 @@ def _apart(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _fixed(group: Mapping[str, Any], is_scaled: bool) -> dict[str, Any]:
+def _fixed(group: Mapping[str, Any], is_scaled: bool, counted: Sequence[str] = ()) -> dict[str, Any]:
     """Return the entries of a group that are written into the compiled function, in which κ is not if it is of a
-    step."""
-    left_out = ("params", "initial_lr", *CONTROLS[: 2 + is_scaled], *FOLLOWING)
+    step, nor what steps count."""
+    left_out = ("params", "initial_lr", *CONTROLS[: 2 + is_scaled], *FOLLOWING, *counted)
     return {name: value for name, value in group.items() if name not in left_out}
 
 

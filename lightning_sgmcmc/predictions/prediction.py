@@ -165,7 +165,7 @@ class Prediction:
             if values.dim() == 1 or values.shape[1] == 1:
                 columns[name] = values.reshape(-1).numpy()
             else:
-                own = self._names if len(self._names) == values.shape[1] else range(values.shape[1])
+                own = self._names or range(values.shape[1])
                 columns |= {f"{name}_{i}": values[:, place].numpy() for place, i in enumerate(own)}
         frame = pandas.DataFrame(columns)
         return frame.assign(label=[self._names[i] for i in frame["label"]]) if self._names else frame

@@ -11,9 +11,7 @@ probabilities, so that another score needs no fit.
 """
 
 import argparse
-import logging
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import WarmUpAndDecay
 from tests.benchmarks.small_networks import QUIET
+from tests.benchmarks.timing import measure_quietly
 
 
 class OfShare(AutoSampling):
@@ -155,10 +154,7 @@ def main() -> None:
     parser.add_argument("--fits", default=",".join(FITS))
     parser.add_argument("--keep", type=Path)
     chosen = parser.parse_args()
-    for name in ("pytorch_lightning", "lightning_sgmcmc"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    measure_quietly()
     settings = read_settings(Settings, Options(out=chosen.root, data_root=chosen.root, full=True))
     columns = ("data", "uses", "NLL", "MI far", "entropy far", "MI near", "entropy near", "ESS predict", "ESS tell")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)

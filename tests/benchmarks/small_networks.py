@@ -12,12 +12,10 @@ places.
 
 import argparse
 import json
-import logging
 import math
 import subprocess
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -35,6 +33,7 @@ from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector, SamplingSc
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import block_runs
 from tests.benchmarks.peers.environments import Peer, default_folder, prepare
+from tests.benchmarks.timing import measure_quietly
 
 N, BATCH, UNROLLED = 1_000, 50, 10
 NETWORKS: dict[str, list[int]] = {"8-50-1": [8, 50, 1], "13-50-50-1": [13, 50, 50, 1], "784-100-10": [784, 100, 10]}
@@ -216,10 +215,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="install blackjax in an environment, and time it too")
     parser.add_argument("--fits", type=Path, help="time whole fits instead, and write them to this file")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("pytorch_lightning", "lightning_sgmcmc"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    measure_quietly()
     if options.fits is not None:
         found = {name: round(seconds, 1) for name, seconds in whole_fits().items()}
         options.fits.write_text(json.dumps({"processor seconds": found}, indent=1) + "\n")

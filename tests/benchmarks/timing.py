@@ -1,8 +1,20 @@
 """Paired timings: alternatives run in turns, so that a drift of the machine's speed hits all of them alike."""
 
+import logging
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping
+
+import torch
+
+
+def measure_quietly() -> None:
+    """Compute with one thread, without messages of Lightning and of this library."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("pytorch_lightning", "lightning_sgmcmc"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def interleaved(alternatives: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -13,13 +13,11 @@ import argparse
 import contextlib
 import cProfile
 import io
-import logging
 import pstats
 import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,6 +41,7 @@ from lightning_sgmcmc.chains import weights
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.base import evaluation_loader
 from tests.benchmarks.networks import Transformer, mlp, resnet20, wide_mlp
+from tests.benchmarks.timing import measure_quietly
 
 Network = tuple[Callable[[], nn.Module], tuple[int, ...], int, int]
 """What makes it, the shape of a datum, the size of a batch, and the steps of a fit."""
@@ -274,11 +273,8 @@ def main() -> None:
     parser.add_argument("--chains", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     weights.LAST = WARM_UP - 1  # the last batch that is looked at
-    warnings.simplefilter("ignore")
-    for name in ("pytorch_lightning", "lightning_sgmcmc"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    measure_quietly()
     head = "| network | sampler | chains | plain ms | noise ms | services | sampler | everything | sampler less noise |"
     print(f"{head} everything less noise |\n{'|---' * 10}|")
     chosen = [name for name in known if any(name.startswith(asked) for asked in options.networks)]

@@ -11,9 +11,7 @@ fixed. `--keep` stores the densities, so that another rule needs no fit.
 
 import argparse
 import functools
-import logging
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +34,7 @@ from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weig
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed
 from tests.benchmarks.small_networks import QUIET
+from tests.benchmarks.timing import measure_quietly
 
 BATCH, MEMBERS, TEST = 50, 4, 4_000
 
@@ -238,10 +237,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--keep", type=Path)
     chosen = parser.parse_args()
-    for name in ("pytorch_lightning", "lightning_sgmcmc"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    measure_quietly()
     columns = ("case", "in use", *RULES, "ensemble", "overfit before", "overfit in use")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     for case in cases(chosen.unseen):
