@@ -1,15 +1,15 @@
 """The library on one GPU: `python -m tests.benchmarks.gpu [--out DIR] [STAGE …]`, in at most nine minutes.
 
-Nothing needs to be installed beside torch and Lightning. Every stage runs in a process of its own with a time limit,
-and what it has found is kept if it dies:
+Nothing needs to be installed beside torch and Lightning. Every stage runs in a process of its own, and what it has
+found is kept if it dies. Those that measure times start and compile side by side and then measure one after another:
 
 * `environment`: device and versions;
-* `correctness`: chains on the device against the loop on a CPU, twice the same, and over a resume; these cases and
-  `waits`, the lines where the host waits for the device, run side by side, the others alone;
-* `headline`: a step of `Trainer.fit` with every callback (1, 4, 16 chains; 4 with a contour that they learn together)
-  against plain Lightning with SGD: time, launches, waits, memory, largest kernels;
+* `waits`: the lines where the host waits for the device;
+* `headline`: a step of `Trainer.fit` with every callback (1, 4, 16 chains; 4 with a contour that they learn together;
+  4 in other forms) against plain Lightning with SGD, as it is and compiled: time, launches, waits, memory, largest
+  kernels, compilation;
 * `samples`: what a drawing of samples costs, and predictions;
-* `forms`: vmap, an unrolled loop, channels_last and cudnn's benchmark, for the network alone.
+* `correctness`, last and side by side: chains on the device against the loop on a CPU, twice the same, over a resume.
 
 `gpu.md` and `gpu.json` are written to the folder `--out`: by default `$OUT`, or else `docs/measured`. `--traces` adds a
 trace of ten steps for each headline. `--tiny` runs every stage with small networks on a CPU: a look at this program.
@@ -20,17 +20,20 @@ import importlib
 import json
 import os
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter
 
 from tests.benchmarks.gpu.checkout import ROOT, use_checkout
 from tests.benchmarks.gpu.table import decisions, page
-from tests.benchmarks.gpu.worker import Finding, Stage, chosen, run_apart
+from tests.benchmarks.gpu.worker import Apart, Finding, chosen
 
 LEAST_SECONDS = 15.0
-"""A stage with less time left is not begun."""
+"""Stages are not begun with less time left."""
+PREPARING = 0.6
+"""The share of the time after which a stage is ended that has not compiled yet."""
+MEASURING = 30.0
+"""Seconds that a stage may measure."""
 
 
 def write(folder: Path, findings: list[Finding]) -> None:
@@ -54,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         stages = chosen(given.stages)
     except ValueError as error:
         parser.error(str(error))
-    end = time.perf_counter() + 60 * given.minutes
+    began = perf_counter()
+    end = began + 60 * given.minutes
     if given.tiny:
         use_checkout()
         for stage in stages:  # once, for all processes
@@ -62,21 +66,27 @@ def main(arguments: list[str] | None = None) -> int:
     findings: list[Finding] = []
     given.out.mkdir(parents=True, exist_ok=True)
     traces = given.out if given.traces else None
-    side_by_side = 1 if given.tiny else max(1, (os.cpu_count() or 1) - 1)
-    with TemporaryDirectory() as parts, ThreadPoolExecutor(side_by_side) as together, ThreadPoolExecutor(1) as alone:
 
-        def measured(stage: Stage) -> list[Finding]:
-            left = end - time.perf_counter()
-            if left < LEAST_SECONDS:
-                return [{"stage": stage.name, "case": stage.case, "error": "no time was left"}]
-            return run_apart(stage, given.tiny, traces, Path(parts), min(stage.seconds, left))
+    def keep(new: list[Finding]) -> None:
+        findings.extend(new)
+        write(given.out, findings)  # now, so that the end of this process loses nothing
+        for finding in new:
+            print(json.dumps(finding)[:2000], flush=True)
 
-        for pool, some in ((together, [s for s in stages if not s.alone]), (alone, [s for s in stages if s.alone])):
-            for new in pool.map(measured, some):
-                findings += new
-                write(given.out, findings)  # now, so that the end of this process loses nothing
-                for finding in new:
-                    print(json.dumps(finding)[:2000], flush=True)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each stage, since many compile at once
+    with TemporaryDirectory() as parts:
+        for some, share in (([s for s in stages if not s.last], PREPARING), ([s for s in stages if s.last], 1.0)):
+            if end - perf_counter() < LEAST_SECONDS:
+                keep([{"stage": s.name, "case": s.case, "error": "no time was left"} for s in some])
+                continue
+            started = [Apart(stage, given.tiny, traces, Path(parts)) for stage in some]
+            for apart in started:
+                apart.prepare(began + share * (end - began) - perf_counter())
+            ready = [apart for apart in started if apart.prepare(0.0)]
+            for apart in [one for one in started if one not in ready]:
+                keep(apart.finish(0.0))  # before another measures, since it compiles
+            for apart in ready:
+                keep(apart.finish(min(end - perf_counter(), MEASURING)))
     write(given.out, findings)
     print(page(findings))
     return int(any("error" in finding for finding in findings))

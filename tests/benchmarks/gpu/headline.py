@@ -9,6 +9,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch._dynamo.utils
+import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.gpu.setting import PlainSGD, RandomImages, Say, Setting, Windows, every_callback, fit, module
@@ -18,6 +20,13 @@ COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 GRAPHS = ("cudaGraphLaunch",)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LARGEST = 12
+WAYS: dict[str, tuple[str, Any]] = {
+    "vmap": ("chain_execution", "vmap"),
+    "unrolled": ("chain_execution", "unrolled"),
+    "uncompiled": ("compile", False),
+}
+"""Options of the module; "interacting" is a contour that the chains learn together, "layout" lets the compiler choose
+the convolutions' layout, "benchmark" lets cudnn choose their algorithm."""
 
 
 class Profiled(pl.Callback):
@@ -82,20 +91,24 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
 
     Args:
         setting: the measurement's.
-        case: "plain", a number of chains, or "4 interacting".
+        case: "plain", or a number of chains and words of `WAYS`, with commas between.
         say: records.
         traces: folder for a trace; None writes none.
     """
-    windows = Windows(setting, *((1, 1, 2) if setting.tiny else (40, 80, 6)))
+    # They end before an epoch does, which validates.
+    windows = Windows(setting, *((1, 1, 2) if setting.tiny else (40, 40, 8)))
     profiled = Profiled(setting, windows.last + 1, 1 if setting.tiny else 10)
     data = RandomImages(setting)
-    chains, _, contour = case.partition(" ")
-    plain = chains == "plain"
-    measured = PlainSGD(setting) if plain else module(setting, int(chains))
+    chains, *words = case.split(", ")
+    plain = chains.startswith("plain")
+    options, without = dict(WAYS[word] for word in words if word in WAYS), {"limit_val_batches": 0} if plain else {}
+    torch._inductor.config.force_layout_optimization = "layout" in words
+    if "benchmark" in words:
+        without["benchmark"] = True
+    measured = PlainSGD(setting, "compiled" in words) if plain else module(setting, int(chains), **options)
     began = time.perf_counter()
     with TemporaryDirectory() as folder:
-        own = [] if plain else every_callback(folder, interacting=bool(contour))
-        without = {"limit_val_batches": 0} if plain else {}
+        own = [] if plain else every_callback(folder, interacting="interacting" in words)
         fit(setting, measured, data, profiled.first + profiled.count + 1, [*own, windows, profiled], **without)
     half = len(windows.wall) // 2  # the later half is at temperature 1, where the contour acts
     say(
@@ -106,8 +119,15 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
         peak_gib=math.nan if setting.tiny else torch.cuda.max_memory_allocated() / 2**30,
         wall_ms_of_windows=windows.wall,
         stream_ms_of_windows=windows.stream,
-        to_first_step_s=windows.to_first_step,
+        **windows.first_step,
+        compilation_s=_compilation(),
         seconds=time.perf_counter() - began,
     )
     if traces is not None:
-        profiled.write_trace(traces / f"trace-{case.replace(' ', '-')}.json.gz")
+        profiled.write_trace(traces / f"trace-{'-'.join([chains, *words]).replace(' ', '-')}.json.gz")
+
+
+def _compilation() -> dict[str, float]:
+    """Return the seconds of the longest parts of compilation, as torch has counted them; some lie in others."""
+    seconds = {name: sum(times) for name, times in torch._dynamo.utils.compilation_time_metrics.items()}
+    return dict(sorted(seconds.items(), key=lambda pair: -pair[1])[:LARGEST])

@@ -52,6 +52,7 @@ def run(setting: Setting, case: str, say: Say) -> None:
     """
     chains = int(case)
     data = RandomImages(setting, held_out=10_000)
+    setting.turn()
     with TemporaryDirectory() as folder:
         parts: dict[str, list[pl.Callback]] = {
             "drawn": [],

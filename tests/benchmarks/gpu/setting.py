@@ -2,10 +2,13 @@
 
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -37,9 +40,11 @@ class Setting:
 
     Args:
         tiny: a small network on a CPU, for a look at the script itself.
+        turn: returns when nothing else is measured any more and no compiler runs beside.
     """
 
     tiny: bool = False
+    turn: Callable[[], None] = lambda: None
 
     @property
     def device(self) -> str:
@@ -103,11 +108,13 @@ def module(setting: Setting, chains: int, blocks: int = 3, **options: Any) -> Ba
 
 
 class PlainSGD(pl.LightningModule):
-    """The baseline: one eager network, trained by torch's SGD."""
+    """The baseline: one network, eager or compiled as torch does by default, trained by torch's SGD."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, is_compiled: bool = False) -> None:
         super().__init__()
         self.net = setting.network()
+        if is_compiled and not setting.tiny:
+            self.net.compile()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -176,16 +183,19 @@ class Windows(pl.Callback):
         self.stream: list[float] = []
         self._begun: tuple[float, Any] | None = None
         self._made = time.perf_counter()
-        self.to_first_step = math.nan
-        """Seconds from here to the end of the first step, in which the network is compiled."""
+        self.first_step: dict[str, float] = {}
+        """Seconds from here to the end of the first step, in which the network is compiled: by the wall beside the
+        other stages, and the processor's of this process and of the compiler's processes."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         step = trainer.global_step
         if step == 1:
             self._setting.wait()
-            self.to_first_step = time.perf_counter() - self._made
+            self.first_step = {"to_first_step_s": time.perf_counter() - self._made} | processor_seconds()
         if not self.first <= step <= self.last or (step - self.first) % self.length:
             return
+        if step == self.first:
+            self._setting.turn()
         mark = None
         if not self._setting.tiny:
             mark = torch.cuda.Event(enable_timing=True)
@@ -197,6 +207,17 @@ class Windows(pl.Callback):
             self.wall.append((now - began) / self.length * 1e3)
             self.stream.append(math.nan if mark is None else earlier.elapsed_time(mark) / self.length)
         self._begun = (time.perf_counter(), mark)
+
+
+def processor_seconds() -> dict[str, float]:
+    """Return the processor seconds of this process, and of its group's processes that are alive, on Linux."""
+    own = time.process_time()
+    group, ticks = str(os.getpgid(0)), 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12]) if fields[2] == group else 0
+    return {"own_cpu_s": own, "compilers_cpu_s": max(ticks / os.sysconf("SC_CLK_TCK") - own, 0.0)}
 
 
 def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -51,11 +51,11 @@ def decisions(findings: Sequence[Finding]) -> list[Decision]:
 
     plain = [time for time in (step("plain"), step("plain again")) if time is not None]
     found = []
-    for case, limit in {"4 interacting": 0.4, "4": 0.4, "16": 1.6}.items():
+    for case, limit in {"4, interacting": 0.4, "4": 0.4, "16": 1.6}.items():
         time = step(case)
         ratio = time / (sum(plain) / len(plain)) if plain and time is not None else None
         found.append(Decision(f"step of {case} chains / step of plain SGD", ratio, limit))
-    for case, most in {"4": 20.0, "4 interacting": 30.0, "16": 35.0}.items():
+    for case, most in {"4": 20.0, "4, interacting": 30.0, "16": 35.0}.items():
         found.append(Decision(f"launches of {case} chains beside the graphs", _launches(findings, case), most))
     found.append(Decision("waits of an ordinary step", _waits(findings, "ordinary"), 0))
     found.append(Decision("waits of a step that draws samples", _waits(findings, "drawing"), 3))
@@ -72,7 +72,7 @@ def _launches(findings: Sequence[Finding], case: str) -> float | None:
 
 
 def _waits(findings: Sequence[Finding], name: str) -> float | None:
-    total, steps = (find(findings, "waits", "4 interacting", key) for key in (name, "steps"))
+    total, steps = (find(findings, "waits", "4, interacting", key) for key in (name, "steps"))
     if total is None or steps is None:
         return None
     return total / steps if name == "ordinary" else total

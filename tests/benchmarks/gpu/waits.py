@@ -63,7 +63,7 @@ def run(setting: Setting, case: str, say: Say) -> None:
         chains = module(setting, int(case))
         fit(setting, chains, RandomImages(setting), last, [*every_callback(folder, interacting=True), watch])
     say(
-        f"{case} interacting",
+        f"{case}, interacting",
         steps=last - 1 - first,
         ordinary=sum(watch.ordinary.values()),
         drawing=sum(watch.drawing.values()),

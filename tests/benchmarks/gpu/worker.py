@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from tests.benchmarks.gpu.checkout import use_checkout
@@ -30,21 +31,17 @@ class Stage:
     Attributes:
         name: its module in this package, which has `run(setting, case, say)`.
         case: what it measures.
-        seconds: after which it is ended.
-        alone: whether it measures times, so that nothing may run beside it.
+        last: whether it runs after the others, beside its like, since it measures no times.
     """
 
     name: str
-    case: str
-    seconds: float
-    alone: bool = True
+    case: str = ""
+    last: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.case}".strip()
 
 
-BEFORE_THE_END = 3.0
-"""Seconds before a stage is ended at which it says where it is."""
 CORRECTNESS = (
     "loop",
     "vmap",
@@ -62,68 +59,97 @@ CORRECTNESS = (
     "loop, compiled",
 )
 """The cases of `correctness`."""
-STAGES = (
-    Stage("environment", "", 40, alone=False),
-    Stage("waits", "4", 150, alone=False),
-    *(Stage("correctness", case, 150, alone=False) for case in CORRECTNESS),
-    Stage("headline", "plain", 50),
-    Stage("headline", "4 interacting", 110),
-    Stage("headline", "4", 100),
-    Stage("headline", "16", 130),
-    Stage("samples", "4", 70),
-    Stage("headline", "1", 80),
-    Stage("headline", "plain again", 50),
-    Stage("forms", "", 180),
+HEADLINES = (
+    "plain",
+    "4, interacting",
+    "4",
+    "16",
+    "1",
+    "4, layout",
+    "4, vmap, layout",
+    "4, unrolled, layout",
+    "4, benchmark",
+    "4, uncompiled",
+    "plain, compiled",
+    "plain again",
 )
-"""Those that run side by side, then the others in the order of their weight: the last ones are left out where time
-runs short."""
+"""The cases of `headline`, in the order in which they are measured."""
+STAGES = (
+    Stage("environment"),
+    Stage("waits", "4"),
+    *(Stage("headline", case) for case in HEADLINES),
+    Stage("samples", "4"),
+    *(Stage("correctness", case, last=True) for case in CORRECTNESS),
+)
 
 
-def run_apart(stage: Stage, tiny: bool, traces: Path | None, parts: Path, seconds: float) -> list[Finding]:
-    """Run a stage in a new process; return its findings, those of a stage that dies included.
+class Apart:
+    """A stage in a new process, which prepares itself and measures when it is told to.
 
     Args:
         stage: the stage.
         tiny: whether to run it with small networks on a CPU.
         traces: folder for traces; None writes none.
         parts: folder for what the process records and prints.
-        seconds: after which it is ended.
     """
-    found, said = parts / f"{stage}.jsonl", parts / f"{stage}.log"
-    # A CPU's processes inherit what is imported; a process that has used CUDA cannot be forked.
-    rest = (stage, tiny, traces, found, said, seconds)
-    process = get_context("fork" if tiny else "spawn").Process(target=_run, args=rest)
-    began = perf_counter()
-    process.start()
-    process.join(seconds)
-    error = None
-    if process.exitcode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # with the compiler's processes
-        process.kill()
-        process.join()
-        error = f"not done after {seconds:.0f} s"
-    elif process.exitcode:
-        error = f"ended with exit code {process.exitcode}"
-    lines = found.read_text().splitlines() if found.exists() else []
-    findings: list[Finding] = [json.loads(line) for line in lines if line.endswith("}")]
-    if error is not None:
-        last = said.read_text(errors="replace")[-6000:] if said.exists() else ""
-        findings.append({"stage": stage.name, "case": stage.case, "error": error, "said": last})
-    findings.append({"stage": "seconds", "case": str(stage), "seconds": perf_counter() - began})
-    return findings
+
+    def __init__(self, stage: Stage, tiny: bool, traces: Path | None, parts: Path) -> None:
+        self.stage = stage
+        self._found, self._said = parts / f"{stage}.jsonl", parts / f"{stage}.log"
+        # A CPU's processes inherit what is imported; a process that has used CUDA cannot be forked.
+        context = get_context("fork" if tiny else "spawn")
+        self._is_ready, self._turn = context.Event(), context.Event()
+        rest = (stage, tiny, traces, self._found, self._said, self._is_ready, self._turn)
+        self._process = context.Process(target=_run, args=rest)
+        self._began = perf_counter()
+        self._process.start()
+
+    def prepare(self, seconds: float) -> bool:
+        """Wait until it can measure, so many seconds at most; return whether it can or has ended."""
+        end = perf_counter() + seconds
+        while not self._is_ready.is_set() and self._process.is_alive() and perf_counter() < end:
+            self._is_ready.wait(0.2)
+        return self._is_ready.is_set() or not self._process.is_alive()
+
+    def finish(self, seconds: float) -> list[Finding]:
+        """Let it measure, end it after so many seconds, and return its findings, those of one that dies included."""
+        self._turn.set()
+        self._process.join(max(seconds, 0.0))
+        error = None
+        if self._process.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid or 0, signal.SIGUSR1)  # says where it hangs
+                sleep(0.5)
+                os.killpg(self._process.pid or 0, signal.SIGKILL)  # with the compiler's processes
+            self._process.kill()
+            self._process.join()
+            error = f"not done after {perf_counter() - self._began:.0f} s"
+        elif self._process.exitcode:
+            error = f"ended with exit code {self._process.exitcode}"
+        lines = self._found.read_text().splitlines() if self._found.exists() else []
+        findings: list[Finding] = [json.loads(line) for line in lines if line.endswith("}")]
+        if error is not None:
+            last = self._said.read_text(errors="replace")[-6000:] if self._said.exists() else ""
+            findings.append({"stage": self.stage.name, "case": self.stage.case, "error": error, "said": last})
+        findings.append({"stage": "seconds", "case": str(self.stage), "seconds": perf_counter() - self._began})
+        return findings
 
 
-def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path, seconds: float) -> None:
+def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path, is_ready: Event, turn: Event) -> None:
     os.setpgid(0, 0)
+
+    def wait_for_turn() -> None:
+        is_ready.set()
+        turn.wait()
+
     with said.open("w", buffering=1) as output:
-        faulthandler.dump_traceback_later(max(seconds - BEFORE_THE_END, 1.0), file=output)  # where a stage hangs
+        faulthandler.register(signal.SIGUSR1, file=output)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
         try:
             use_checkout()
-            load(tiny, stage, traces, found)
+            load(tiny, stage, traces, found, wait_for_turn)
         except BaseException:
             traceback.print_exc(file=output)
             output.flush()
@@ -131,7 +157,7 @@ def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path,
     os._exit(0)  # threads of a compiler may be alive
 
 
-def load(tiny: bool, stage: Stage, traces: Path | None, found: Path) -> None:
+def load(tiny: bool, stage: Stage, traces: Path | None, found: Path, turn: Callable[[], None]) -> None:
     """Run a stage in this process, and append what it records to a file line by line."""
     import torch
 
@@ -140,10 +166,10 @@ def load(tiny: bool, stage: Stage, traces: Path | None, found: Path) -> None:
 
     be_quiet()
     compiling.WORTH_ON_CUDA = 0  # short fits are compiled too
-    if tiny or not stage.alone:
+    if tiny or stage.last:
         torch.set_num_threads(1)  # small networks beside others, and processes that inherit threads hang
     run = importlib.import_module(f"tests.benchmarks.gpu.{stage.name}").run
-    setting = Setting(tiny)
+    setting = Setting(tiny, turn)
     options = {"traces": traces} if stage.name == "headline" else {}
     run(setting, stage.case, partial(record, found, stage.name), **options)
 
