@@ -15,7 +15,9 @@ from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.execution import (
     StatelessCall,
     convolutions_of,
+    has_norms,
     homes_of,
+    norms_for,
     state_of,
     unrolled_is_faster,
 )
@@ -509,6 +511,7 @@ class Densities:
         self._prior = model.prior
         self._likelihood = StatelessCall(model, type(model).log_likelihood)
         self._own_prior = StatelessCall(model, type(model).log_prior)
+        self._has_norms = has_norms(model)
         self._marginal = model.prior if marginal and isinstance(model.prior, HierarchicalPrior) else None
         self.has_own_prior = overrides(model, "log_prior")
         """Whether log p(θ) is a method of the user's and not the prior's."""
@@ -525,7 +528,8 @@ class Densities:
     ) -> Tensor:
         """Return log p(y|x,θ) of each datum at C states, shape (C, n); `batch_axis` is that of the states, if any."""
         over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness=randomness)
-        each: Tensor = over_chains(stacked, batch)
+        with norms_for(self._has_norms):
+            each: Tensor = over_chains(stacked, batch)
         return each
 
     def log_prior(self, state: State) -> Tensor:

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.compiling import compiled_if_possible
@@ -240,6 +241,36 @@ class States:
         return self._parts[1]
 
 
+NORMS = (nn.functional.batch_norm, nn.functional.instance_norm)
+
+
+def has_norms(module: nn.Module) -> bool:
+    """Return whether a network has layers with running statistics."""
+    return any(isinstance(part, nn.modules.batchnorm._NormBase) for part in module.modules())
+
+
+class WholeNorms(TorchFunctionMode):
+    """Norms of inputs in half precision whose weights or statistics are in float32 are computed in float32.
+
+    `torch.vmap` gives the kernels weights of the input's type beside statistics of theirs, which their gradient
+    refuses: so it is on CUDA under autocast. Compiled code does not call these kernels.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if func in NORMS and args else None
+        if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16):
+            others = [other for other in (*args[1:], *kwargs.values()) if isinstance(other, Tensor)]
+            if any(other.dtype == torch.float32 for other in others):
+                return func(x.float(), *args[1:], **kwargs).to(x.dtype)
+        return func(*args, **kwargs)
+
+
+def norms_for(has_norms: bool) -> AbstractContextManager[Any]:
+    """Return the context in which `torch.vmap` can run a network's norms in any precision."""
+    return WholeNorms() if has_norms and not torch.compiler.is_compiling() else nullcontext()
+
+
 class TogetherCall:
     """Calls `function(module, *args)` with the tensors of each of several samples instead of the module's own.
 
@@ -253,6 +284,7 @@ class TogetherCall:
         self._function = function
         self._alone = StatelessCall(module, function)
         self._most = MOST
+        self._has_norms = has_norms(module)
         at_once = self._vmapped
         self._together: Callable[..., Any] | None = (
             compiled_if_possible("the samples' evaluation", at_once, varies=1, dynamic=False) if compiled else at_once
@@ -266,7 +298,8 @@ class TogetherCall:
         return (result for part in states.parts(self._most) for result in self._at_once(part, args))
 
     def _vmapped(self, stacked: dict[str, Tensor], args: tuple[Any, ...]) -> Any:
-        return torch.vmap(self._alone.call, in_dims=(0, *[None] * len(args)))(stacked, *args)
+        with norms_for(self._has_norms):
+            return torch.vmap(self._alone.call, in_dims=(0, *[None] * len(args)))(stacked, *args)
 
     def _at_once(self, states: States, args: tuple[Any, ...]) -> list[Any]:
         if self._together is None:

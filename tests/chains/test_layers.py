@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FlatPrior
-from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.reference.problem import FullEnergy
 from tests.support.trainers import quiet_trainer
@@ -117,6 +117,46 @@ class Fails(Texts):
 
     def fail(self, gradient: Tensor) -> None:
         raise RuntimeError("a fault of the network's own")
+
+
+class As(nn.Module):
+    """Gives its input a type, as autocast on CUDA gives one to the outputs of convolutions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)])
+def test_chains_at_once_have_norms_of_inputs_in_half_precision(norm: nn.Module) -> None:
+    """torch.vmap's own gradient refuses them; chains at once are one chain after another."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(5, 8),
+        nn.Unflatten(1, (4, 2)),
+        As(torch.bfloat16),
+        norm,
+        As(torch.float32),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    states = {execution: fitted_numbers(net, execution) for execution in ("loop", "vmap")}
+    for name, value in states["loop"].items():
+        assert torch.allclose(states["vmap"][name], value, rtol=0.02, atol=0.01), name
+
+
+def fitted_numbers(net: nn.Module, execution: str) -> dict[str, Tensor]:
+    """Return the state after a fit without noise, whose samples are evaluated too."""
+    module = BayesianModule(
+        copy.deepcopy(net), Categorical(), num_chains=CHAINS, lr=0.1, seed=1, temperature=0.0, chain_execution=execution
+    )
+    callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(in_memory=True), BayesianModelAverage()]
+    data = DatasetDataModule(TensorDataset(IDS.float(), LABELS), batch_size=12, val=TensorDataset(IDS.float(), LABELS))
+    quiet_trainer(max_steps=8, callbacks=callbacks).fit(module, data)
+    return {name: tensor.detach().float() for name, tensor in module.state_dict().items()}
 
 
 def test_other_errors_of_the_backward_pass_are_their_own() -> None:
