@@ -120,6 +120,8 @@ class Chains:
         self.num_data_is_given = False
         self.claims = Claims()
         self.flat: FlatParameters | None = None
+        self._one: Tensor | None = None
+        """The gradient of a loss by itself."""
         self._averages = False
         """Whether gradients are averaged here over the ranks that share the chains."""
         self._shared_each_step: list[str] = []
@@ -390,6 +392,10 @@ class Chains:
         """Run the backward pass, and gather its gradients; raise for several chains that compute activations again."""
         if self.accumulation.loss_scale != 1:
             loss = loss * self.accumulation.loss_scale
+        if not args and kwargs.get("gradient") is None and loss.dim() == 0:
+            if self._one is None or self._one.dtype != loss.dtype or self._one.device != loss.device:
+                self._one = torch.ones_like(loss)
+            kwargs["gradient"] = self._one  # autograd would make one at every step
         with explained(self.num_chains):
             loss.backward(*args, **kwargs)
         self.gather_gradients()

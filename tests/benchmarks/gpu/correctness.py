@@ -119,10 +119,14 @@ def _chains(setting: Setting, **options: Any) -> Any:
 
 
 def _state(
-    setting: Setting, accelerator: str | None = None, deterministic: bool = False, **options: Any
+    setting: Setting,
+    accelerator: str | None = None,
+    deterministic: bool = False,
+    precision: str = "32-true",
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     chains = _chains(setting, **options)
-    trainer: dict[str, Any] = {"precision": "32-true", "deterministic": deterministic}
+    trainer: dict[str, Any] = {"precision": precision, "deterministic": deterministic}
     where = {"accelerator": accelerator} if accelerator else {}
     fit(setting, chains, _data(setting), STEPS, [SamplingSchedule(every_n_steps=STEPS)], **trainer, **where)
     return {name: tensor.cpu().clone() for name, tensor in chains.state_dict().items()}
@@ -149,6 +153,7 @@ def _resumed(
 CASES: dict[str, Callable[[Setting], float]] = {
     "loop": partial(_of_way, {"chain_execution": "loop", "compile": False}),
     "vmap": partial(_of_way, {"chain_execution": "vmap", "compile": False}),
+    "vmap, mixed precision": partial(_of_way, {"chain_execution": "vmap", "compile": False, "precision": "bf16-mixed"}),
     "defaults": partial(_of_way, {}),
     "starts of their own": partial(_of_way, {"chain_start": "own"}),
     "twice": partial(_of_two, {}),

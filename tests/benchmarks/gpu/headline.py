@@ -119,6 +119,7 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
         peak_gib=math.nan if setting.tiny else torch.cuda.max_memory_allocated() / 2**30,
         wall_ms_of_windows=windows.wall,
         stream_ms_of_windows=windows.stream,
+        running=windows.running,
         **windows.first_step,
         compilation_s=_compilation(),
         seconds=time.perf_counter() - began,

@@ -123,16 +123,17 @@ class PlainSGD(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
-def every_callback(folder: str, interacting: bool) -> list[pl.Callback]:
-    """Return what a run has beside its sampler: temperature 0 first, then 1, and one sample at its end.
+def every_callback(folder: str, interacting: bool, samples: int = 1) -> list[pl.Callback]:
+    """Return what a run has beside its sampler: temperature 0 first, then 1 until the last sample at its end.
 
     Args:
         folder: for the samples.
         interacting: whether the chains learn a contour together.
+        samples: of each chain.
     """
     contour = ContourGradient(ContourRules(zeta=0.75), 100, first_edge=1e4, width=2e3, interacting=True)
     return [
-        CyclicalSchedule(num_cycles=1, exploration=0.3, samples_per_cycle=1),
+        CyclicalSchedule(num_cycles=1, exploration=0.3, samples_per_cycle=samples),
         *([contour] if interacting else []),
         SampleCollector(f"{folder}/samples"),
         BayesianModelAverage(),
@@ -183,6 +184,8 @@ class Windows(pl.Callback):
         self.stream: list[float] = []
         self._begun: tuple[float, Any] | None = None
         self._made = time.perf_counter()
+        self.running: list[int] = []
+        """Processes that ran at the ends of the windows, this one included, on Linux."""
         self.first_step: dict[str, float] = {}
         """Seconds from here to the end of the first step, in which the network is compiled: by the wall beside the
         other stages, and the processor's of this process and of the compiler's processes."""
@@ -205,6 +208,8 @@ class Windows(pl.Callback):
         if self._begun is not None:
             began, earlier = self._begun
             self.wall.append((now - began) / self.length * 1e3)
+            with suppress(OSError):
+                self.running.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
             self.stream.append(math.nan if mark is None else earlier.elapsed_time(mark) / self.length)
         self._begun = (time.perf_counter(), mark)
 

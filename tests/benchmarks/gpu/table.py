@@ -61,7 +61,7 @@ def decisions(findings: Sequence[Finding]) -> list[Decision]:
     found.append(Decision("waits of a step that draws samples", _waits(findings, "drawing"), 3))
     for finding in findings:
         if finding["stage"] == "correctness" and "difference" in finding:
-            limit = 0.0 if "deterministic" in finding["case"] else 1e-3
+            limit = 0.0 if "deterministic" in finding["case"] else 0.03 if "mixed" in finding["case"] else 1e-3
             found.append(Decision(f"difference: {finding['case']}", finding["difference"], limit))
     return found
 

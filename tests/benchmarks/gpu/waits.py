@@ -54,14 +54,14 @@ class Watch(pl.Callback):
 
 
 def run(setting: Setting, case: str, say: Say) -> None:
-    """Record the waits of fifteen ordinary steps, and those of a step that draws samples, of interacting chains."""
-    first, last = (2, 6) if setting.tiny else (30, 46)
+    """Record the waits of ordinary steps, and those of the second step that draws samples, of interacting chains."""
+    first, last = (2, 6) if setting.tiny else (66, 96)  # after the batches that are looked at, and the first samples
     watch = Watch(setting, first, last)
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = watch.note
         chains = module(setting, int(case))
-        fit(setting, chains, RandomImages(setting), last, [*every_callback(folder, interacting=True), watch])
+        fit(setting, chains, RandomImages(setting), last, [*every_callback(folder, interacting=True, samples=2), watch])
     say(
         f"{case}, interacting",
         steps=last - 1 - first,

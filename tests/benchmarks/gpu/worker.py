@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 from tests.benchmarks.gpu.checkout import use_checkout
@@ -42,9 +42,12 @@ class Stage:
         return f"{self.name} {self.case}".strip()
 
 
+SAYING = 20.0
+"""Seconds between which a stage says where it is, for one that is ended."""
 CORRECTNESS = (
     "loop",
     "vmap",
+    "vmap, mixed precision",
     "defaults",
     "starts of their own",
     "twice",
@@ -118,8 +121,6 @@ class Apart:
         error = None
         if self._process.exitcode is None:
             with suppress(ProcessLookupError):
-                os.kill(self._process.pid or 0, signal.SIGUSR1)  # says where it hangs
-                sleep(0.5)
                 os.killpg(self._process.pid or 0, signal.SIGKILL)  # with the compiler's processes
             self._process.kill()
             self._process.join()
@@ -143,7 +144,7 @@ def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path,
         turn.wait()
 
     with said.open("w", buffering=1) as output:
-        faulthandler.register(signal.SIGUSR1, file=output)
+        faulthandler.dump_traceback_later(SAYING, repeat=True, file=output)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
