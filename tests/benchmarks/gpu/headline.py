@@ -9,7 +9,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch._dynamo.utils
 import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
@@ -121,14 +120,8 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
         stream_ms_of_windows=windows.stream,
         running=windows.running,
         **windows.first_step,
-        compilation_s=_compilation(),
+        compilation_s=windows.compilation,
         seconds=time.perf_counter() - began,
     )
     if traces is not None:
         profiled.write_trace(traces / f"trace-{'-'.join([chains, *words]).replace(' ', '-')}.json.gz")
-
-
-def _compilation() -> dict[str, float]:
-    """Return the seconds of the longest parts of compilation, as torch has counted them; some lie in others."""
-    seconds = {name: sum(times) for name, times in torch._dynamo.utils.compilation_time_metrics.items()}
-    return dict(sorted(seconds.items(), key=lambda pair: -pair[1])[:LARGEST])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch._dynamo.utils
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules
@@ -186,6 +187,7 @@ class Windows(pl.Callback):
         self._made = time.perf_counter()
         self.running: list[int] = []
         """Processes that ran at the ends of the windows, this one included, on Linux."""
+        self.compilation: dict[str, float] = {}
         self.first_step: dict[str, float] = {}
         """Seconds from here to the end of the first step, in which the network is compiled: by the wall beside the
         other stages, and the processor's of this process and of the compiler's processes."""
@@ -195,6 +197,7 @@ class Windows(pl.Callback):
         if step == 1:
             self._setting.wait()
             self.first_step = {"to_first_step_s": time.perf_counter() - self._made} | processor_seconds()
+            self.compilation = compilation()
         if not self.first <= step <= self.last or (step - self.first) % self.length:
             return
         if step == self.first:
@@ -223,6 +226,12 @@ def processor_seconds() -> dict[str, float]:
             fields = stat.read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12]) if fields[2] == group else 0
     return {"own_cpu_s": own, "compilers_cpu_s": max(ticks / os.sysconf("SC_CLK_TCK") - own, 0.0)}
+
+
+def compilation() -> dict[str, float]:
+    """Return the seconds of the longest parts of compilation, as torch has counted them; some lie in others."""
+    seconds = {name: sum(times) for name, times in torch._dynamo.utils.compilation_time_metrics.items()}
+    return dict(sorted(seconds.items(), key=lambda pair: -pair[1])[:20])
 
 
 def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
