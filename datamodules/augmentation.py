@@ -92,6 +92,8 @@ class Augmentation:
         self.padding = padding
         self.flip = flip
         self.erasing = erasing
+        self.compiles = True
+        """Whether it is compiled on a GPU."""
         self._compiled: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -109,7 +111,8 @@ class Augmentation:
         if images.device.type != "cuda":
             return self(images[index])
         if self._compiled is None:
-            self._compiled = compiled_if_possible("the augmentation", self.apply, "device_resident=False")
+            name, remedy = "the augmentation", "device_resident=False"
+            self._compiled = compiled_if_possible(name, self.apply, remedy) if self.compiles else self.apply
         return self._compiled(images, index, torch.rand(3 + 2 * ATTEMPTS + 3, len(index), device=images.device))
 
     def apply(self, images: Tensor, index: Tensor, uniform: Tensor) -> Tensor:

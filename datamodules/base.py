@@ -1,5 +1,6 @@
 """The base of datamodules with data in memory: splits, normalisation, loaders."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
+from lightning_sgmcmc.compiling import WORTH_ON_CUDA
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.tables import InputColumns
@@ -78,6 +80,13 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
             return (self.transform.of_rows(self.tensors[0], index), *rest)
         inputs = self.tensors[0][index]
         return (self.transform(inputs) if self.transform is not None else inputs, *rest)
+
+
+def _batches_of(trainer: pl.Trainer, each: int) -> float:
+    """Return how many batches a fit takes at most, of epochs of so many."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    by_epochs = math.inf if epochs is None or epochs < 0 else epochs * each
+    return min(by_epochs, math.inf if steps < 0 else steps * trainer.accumulate_grad_batches)
 
 
 class ArrayDataModule(pl.LightningDataModule):
@@ -219,7 +228,12 @@ class ArrayDataModule(pl.LightningDataModule):
         dataset = TensorBatches(split.inputs, split.targets, transform=transform)
         if not train:
             return evaluation_loader(dataset, self.batch_size)
-        return ResumableLoader(dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self))
+        loader = ResumableLoader(
+            dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self)
+        )
+        if isinstance(transform, Augmentation) and self.trainer is not None:
+            transform.compiles = _batches_of(self.trainer, len(loader)) >= WORTH_ON_CUDA
+        return loader
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to the device; a batch that is there already is returned without a search through it."""

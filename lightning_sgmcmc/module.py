@@ -76,7 +76,7 @@ class BayesianModule(ChainModel):
         shared_batch: whether all chains see the same mini-batches; else each has its own, from a `ResumableLoader`.
         chain_execution: "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once, and
             "unrolled" one by one in one function; "auto" loops on a CPU, and elsewhere takes the faster of the others.
-        compile: compile the network's passes by `torch.compile`; "auto" does on CUDA in fits of 3,000 steps or more, if
+        compile: compile the network's passes by `torch.compile`; "auto" does on CUDA in fits of 5,000 steps or more, if
             the network compiles.
         seed: seed of the injected noise; None uses `seed_everything`'s, or a random one that all ranks share.
         nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a

@@ -191,7 +191,7 @@ def an_error_within_a_step_is_not_in_its_checkpoint(device: StandIn) -> None:
 def a_short_fit_is_compiled_by_choice_alone(device: StandIn) -> None:
     """Compilation takes longer than a short fit saves by it."""
     short = dataclasses.replace(SMALL, schedule="sampling", steps=5, chains=2)
-    for compiled, worth, graphs in (("auto", 3_000, 0), ("auto", 5, 2), (True, 3_000, 2)):
+    for compiled, worth, graphs in (("auto", 5_000, 0), ("auto", 5, 2), (True, 5_000, 2)):
         with mock.patch.object(compiling, "WORTH_ON_CUDA", worth), tempfile.TemporaryDirectory() as folder:
             step = fit(device, dataclasses.replace(short, compile=compiled), Path(folder)).steps[3]
         assert step["graphs"].total() == graphs, (compiled, worth)

@@ -143,7 +143,25 @@ def test_only_training_batches_are_augmented(tmp_path: Path) -> None:
 
 
 def trainer_on(device: str) -> Any:
-    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+    length = {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 1}
+    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)), **length)
+
+
+@pytest.mark.parametrize(
+    ("length", "compiles"),
+    [
+        ({"max_epochs": 2}, False),
+        ({"max_epochs": 4_000}, True),
+        ({"max_steps": 6_000}, True),
+        ({"max_steps": 60}, False),
+    ],
+)
+def test_augmentation_is_compiled_for_long_fits_alone(tmp_path: Path, length: dict[str, int], compiles: bool) -> None:
+    """An epoch has two batches: 2, 8,000, 6,000 and 60 batches."""
+    write(tmp_path, "cifar10", colour_arrays())
+    module = prepared(CIFAR10DataModule(tmp_path, batch_size=20, val_size=20, augment=True))
+    module.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **length)
+    assert module.train_dataloader().dataset.transform.compiles == compiles
 
 
 def test_resident_parts_go_to_the_trainers_device_with_their_loader(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ LEAST_SECONDS = 15.0
 """Stages are not begun with less time left."""
 PREPARING = 0.6
 """The share of the time after which a stage is ended that has not compiled yet."""
-MEASURING = 45.0
+MEASURING = 30.0
 """Seconds that a stage may measure."""
 
 

@@ -42,8 +42,6 @@ class Stage:
         return f"{self.name} {self.case}".strip()
 
 
-SAYING = 20.0
-"""Seconds between which a stage says where it is, for one that is ended."""
 CORRECTNESS = (
     "loop",
     "vmap",
@@ -64,17 +62,15 @@ CORRECTNESS = (
 """The cases of `correctness`."""
 HEADLINES = (
     "plain",
-    "4, interacting",
     "4",
+    "4, interacting",
     "16",
     "1",
-    "4, layout",
-    "4, vmap, layout",
-    "4, unrolled, layout",
-    "4, benchmark",
     "4, uncompiled",
-    "plain, compiled",
     "plain again",
+    "4, layout",
+    "4, unrolled, layout",
+    "plain, compiled",
 )
 """The cases of `headline`, in the order in which they are measured."""
 STAGES = (
@@ -121,6 +117,8 @@ class Apart:
         error = None
         if self._process.exitcode is None:
             with suppress(ProcessLookupError):
+                os.kill(self._process.pid or 0, signal.SIGABRT)  # it says where it is
+                self._process.join(1.0)
                 os.killpg(self._process.pid or 0, signal.SIGKILL)  # with the compiler's processes
             self._process.kill()
             self._process.join()
@@ -144,7 +142,7 @@ def _run(stage: Stage, tiny: bool, traces: Path | None, found: Path, said: Path,
         turn.wait()
 
     with said.open("w", buffering=1) as output:
-        faulthandler.dump_traceback_later(SAYING, repeat=True, file=output)
+        faulthandler.enable(output)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
