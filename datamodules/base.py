@@ -96,7 +96,7 @@ class ArrayDataModule(pl.LightningDataModule):
     is the number of training data N, which the posterior conditions on.
 
     Args:
-        batch_size: data per batch, > 0.
+        batch_size: data per training batch, > 0; validation and test batches have four times as many, at most 512.
         drop_last: leave out the last batch of an epoch if it is smaller; N stays the whole training part.
         seed: seed of a random split.
         order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
@@ -227,7 +227,7 @@ class ArrayDataModule(pl.LightningDataModule):
         transform = self.train_transform() if train else self.transform()
         dataset = TensorBatches(split.inputs, split.targets, transform=transform)
         if not train:
-            return evaluation_loader(dataset, self.batch_size)
+            return evaluation_loader(dataset, evaluation_size(self.batch_size))
         loader = ResumableLoader(
             dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self)
         )
@@ -257,6 +257,12 @@ class ArrayDataModule(pl.LightningDataModule):
 
 
 names_arguments(ArrayDataModule)
+
+
+def evaluation_size(batch_size: int) -> int:
+    """Return the data of a validation batch: four times those of a training batch, since no gradient keeps what the
+    layers compute, and 512 at most if these are fewer; a pass in larger batches takes less time."""
+    return max(batch_size, min(4 * batch_size, 512))
 
 
 def evaluation_loader(dataset: TensorBatches, batch_size: int) -> DataLoader[Any]:

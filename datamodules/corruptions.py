@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.datamodules.base import ArrayDataModule, TensorBatches, evaluation_loader
+from lightning_sgmcmc.datamodules.base import ArrayDataModule, TensorBatches, evaluation_loader, evaluation_size
 from lightning_sgmcmc.datamodules.images import ImageDataModule
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.seeding import derive_seed
@@ -168,7 +168,7 @@ class CorruptedDataModule(pl.LightningDataModule):
     def test_dataloader(self) -> Any:
         if self._test is None:
             self._test = self._corrupted()
-        return evaluation_loader(self._test, self.datamodule.batch_size)
+        return evaluation_loader(self._test, evaluation_size(self.datamodule.batch_size))
 
     def predict_dataloader(self) -> Any:
         return self.test_dataloader()

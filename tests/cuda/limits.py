@@ -15,7 +15,7 @@ LAUNCHES = {
     "interacting contour": 26,
     "loop": 603,
     "loop, compiled": 195,
-    "vmap, not compiled": 255,  # norms in float32, as in the next
+    "vmap, not compiled": 255,  # with the casts of its norms, as in three others
     "clipping": 22,
     "accumulation": 43,
     "replica exchange": 116,
