@@ -183,4 +183,4 @@ pd.DataFrame({"mean of x": means}).round(2)
 # Under a trainer it is one callback, `ContourGradient(ContourRules(zeta=…), num_bins=100, warm_up_steps=2000)`,
 # and `interacting=True` lets all chains learn one histogram. For networks, weights vary over so many nats that
 # only tempered weights are usable, and the gain is smaller than on this density: the
-# [theory](../../theory/contour/) says why. More chains are the first thing to try.
+# [theory](../../theory/modes/#when-it-pays) says why. More chains are the first thing to try.

@@ -29,7 +29,7 @@ Cycles = Sequence[tuple[float, float]]
 WIDE_RANGE = 20
 """Ratio of the largest to the smallest value above which a positive trace has a log axis."""
 MARKED_POINTS = 100
-"""Lines with more points than this have no markers."""
+"""More points than this are drawn smaller."""
 
 
 def schedule_figure(
@@ -58,13 +58,14 @@ def schedule_figure(
             axes.axvspan(0, warm_steps, facecolor=SHADE, edgecolor="0.6", hatch="//", linewidth=0, label="warm start")
     if is_joined:
         upper.plot(steps, lr, color="black", linewidth=1, marker=point_marker(steps))
-        _mark_samples(upper, steps, lr, sample_steps)
+        if len(sample_steps):
+            size = 4 if len(sample_steps) <= MARKED_POINTS else 2
+            heights = np.interp(sample_steps, steps, lr)
+            upper.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=size, label="samples")
         lower.step(steps, temperature, where="mid", color="black", linewidth=1, marker=point_marker(steps))
     else:
         for axes, values in ((upper, lr), (lower, temperature)):
-            axes.plot(steps, values, ".", color="black", markersize=3, label="logged steps")
-            if len(sample_steps):
-                axes.plot(sample_steps, [0] * len(sample_steps), "|", color=SAMPLE_COLOUR, label="samples")
+            _trace(axes, steps, values, sample_steps)
     upper.set_ylabel("step size lr")
     legend_above(upper)
     lower.set_ylabel("temperature τ")
@@ -95,7 +96,7 @@ def energy_figure(
     figure, rows = canvas(2 if closer else 1, height=4.8 if closer else 3.2)
     for axes in rows:
         shade_cycles(axes, cycles)
-        axes.plot(steps, energy, color="black", linewidth=0.8, marker=point_marker(steps), label="mini-batch")
+        _points(axes, steps, energy, "mini-batch")
         if len(sample_steps):
             axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
         axes.set_ylabel("potential energy Ũ (nats)")
@@ -132,11 +133,13 @@ def nll_figure(
     """
     known = finite_values(prior_norm).size > 0
     figure, rows = canvas(2 if known else 1, height=3.8 if known else 3.0)
-    _trace(rows[0], steps, nll, sample_steps, cycles)
+    for axes in rows:
+        shade_cycles(axes, cycles)
+    _trace(rows[0], steps, nll, sample_steps)
     _fit_range(rows[0], nll)
     rows[0].set_ylabel("NLL (nats per example)")
     if known:
-        _trace(rows[1], steps, prior_norm, sample_steps, cycles)
+        _trace(rows[1], steps, prior_norm, sample_steps)
         rows[1].axhline(1, color="black", linestyle=":", linewidth=1, label="1 under the prior")
         if 0 < temperature != 1:
             rows[1].axhline(
@@ -149,13 +152,17 @@ def nll_figure(
     return figure
 
 
-def _trace(
-    axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float], cycles: Cycles
-) -> None:
-    """Draw a trace with the samples marked."""
-    shade_cycles(axes, cycles)
-    axes.plot(steps, values, color="black", linewidth=0.7, marker=point_marker(steps))
-    _mark_samples(axes, steps, values, sample_steps)
+def _points(axes: "Axes", steps: Sequence[float], values: Sequence[float], label: str) -> None:
+    """Draw the values of the logged steps as points: a line would invent the steps between them."""
+    axes.plot(steps, values, ".", color="black", markersize=4 if len(steps) <= MARKED_POINTS else 2, label=label)
+
+
+def _trace(axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float]) -> None:
+    """Draw the values of the logged steps, and the samples' steps as ticks below: their own values are not logged."""
+    _points(axes, steps, values, "logged steps")
+    if len(sample_steps):
+        style: dict[str, Any] = {"color": SAMPLE_COLOUR, "transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(sample_steps, [0] * len(sample_steps), "|", label="samples", **style)
 
 
 def _fit_range(axes: "Axes", values: Sequence[float]) -> None:
@@ -173,13 +180,6 @@ def _fit_range(axes: "Axes", values: Sequence[float]) -> None:
         axes.set_title(f"cut: from {found.min():.3g} to {found.max():.3g}", fontsize=7, loc="right", pad=2)
 
 
-def _mark_samples(axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float]) -> None:
-    if len(sample_steps):
-        heights = np.interp(sample_steps, steps, values)
-        size = 4 if len(sample_steps) <= MARKED_POINTS else 2
-        axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=size, label="samples")
-
-
 def traces_figure(
     steps: Sequence[float], traces: Mapping[str, Sequence[float]], sample_steps: Sequence[float], cycles: Cycles = ()
 ) -> "Figure":
@@ -194,8 +194,7 @@ def traces_figure(
     figure, rows = canvas(len(traces), height=0.8 + 1.0 * len(traces))
     for axes, (name, values) in zip(rows, traces.items(), strict=True):
         shade_cycles(axes, cycles)
-        axes.plot(steps, values, color="black", linewidth=0.8, marker=point_marker(steps))
-        _mark_samples(axes, steps, values, sample_steps)
+        _trace(axes, steps, values, sample_steps)
         axes.set_title(literal(name), fontsize=8, loc="right", pad=2)
     legend_above(rows[0])
     rows[-1].set_xlabel("optimizer step")

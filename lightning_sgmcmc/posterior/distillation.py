@@ -21,13 +21,16 @@ class Student(nn.Module):
         classes:   K + 1 outputs (z, r):     p = softmax(z),  mutual information = sigmoid(r)·H(p)
         numbers:   3·D outputs (m, s, r):    mean = m,  std = exp(s),  epistemic std = sqrt(sigmoid(r))·std
 
-    Its forward returns these tensors, so it can be exported; `predict` returns a `Prediction`.
+    Pixels, tokens, fields and sequences have as many outputs at each place: (n, K + 1, H, W) or (n, T, K + 1), and
+    (n, 3·C, H, W) or (n, T, 3·D). Its forward returns these tensors, so it can be exported; `predict` returns a
+    `Prediction`.
 
     Args:
         net: the network.
         classes: K; None for numbers.
         scaling: of the targets, or None.
         columns: what the columns of the inputs are, or None.
+        axis: the axis of the output that has the K + 1 or 3·D numbers.
     """
 
     def __init__(
@@ -36,15 +39,20 @@ class Student(nn.Module):
         classes: int | None = None,
         scaling: TargetScaling | None = None,
         columns: InputColumns | None = None,
+        axis: int = 1,
     ) -> None:
         super().__init__()
         self.net = net
         self.classes = classes
+        self.axis = axis
         self.scaling = scaling
         self.columns = columns
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """Return (probabilities (n, K), mutual information (n,)), or (mean, std, epistemic std), each (n, D)."""
+        """Return (probabilities (n, K), mutual information (n,)), or (mean, std, epistemic std), each (n, D).
+
+        Places come after n, as in `ClassPrediction` and `RegressionPrediction`.
+        """
         given = inputs[0] if len(inputs) == 1 else inputs
         return tuple(self._prediction(self.output_of(given)).parts[name] for name in self.outputs)
 
@@ -86,24 +94,28 @@ class Student(nn.Module):
         return found[0].replaced(**{name: torch.cat([one.parts[name] for one in found]) for name in names})
 
     def _prediction(self, output: Tensor) -> Prediction:
-        prediction = prediction_of(output, self.classes)
+        prediction = prediction_of(output, self.classes, self.axis)
         return prediction if self.scaling is None else prediction.rescaled(self.scaling.shift, self.scaling.factor)
 
 
-def prediction_of(output: Tensor, classes: int | None) -> Prediction:
-    """Return the predictive of a student's output, (n, K + 1) or (n, 3·D), in the units of standardised targets."""
+def prediction_of(output: Tensor, classes: int | None, axis: int = 1) -> Prediction:
+    """Return the predictive of a student's output, K + 1 or 3·D numbers on an axis, in the units of standardised
+    targets."""
     output = output.float()
     if classes is not None:
-        probabilities = output[:, :classes].softmax(-1)
+        output = output.movedim(axis, -1)
+        probabilities = output[..., :classes].softmax(-1)
         entropy = predictive_entropy(probabilities)
-        return ClassPrediction(probabilities, entropy, entropy * output[:, classes].sigmoid())
-    mean, log_std, share = output.chunk(3, -1)
+        return ClassPrediction(probabilities, entropy, entropy * output[..., classes].sigmoid())
+    mean, log_std, share = output.chunk(3, axis)
     std = log_std.clamp(-20, 20).exp()
     return RegressionPrediction(mean, std, std * share.sigmoid().sqrt())
 
 
-def distillation_loss(output: Tensor, teacher: Prediction, weight: float) -> tuple[Tensor, Tensor]:
+def distillation_loss(output: Tensor, teacher: Prediction, weight: float, axis: int = 1) -> tuple[Tensor, Tensor]:
     """Return the loss of the predictive, and that of its epistemic part, both means over the data in nats.
+
+    An example's places (pixels, tokens) are summed, as its log density is.
 
         classes:   KL(p̄ ‖ p)                                  and  weight·H̄·kl(v̄ ‖ v),  v the share I/H of the entropy
         numbers:   Σ_d KL(N(m̄_d, s̄_d²) ‖ N(m_d, s_d²))      and  weight·Σ_d kl(v̄_d ‖ v_d),  v the share of the variance
@@ -114,20 +126,25 @@ def distillation_loss(output: Tensor, teacher: Prediction, weight: float) -> tup
     """
     if isinstance(teacher, ClassPrediction):
         known = teacher.probabilities.float()
-        classes = known.shape[-1]
-        logs = output[:, :classes].float().log_softmax(-1)
-        predictive = (torch.special.xlogy(known, known) - known * logs).sum(-1).mean()
+        classes, output = known.shape[-1], output.float().movedim(axis, -1)
+        logs = output[..., :classes].log_softmax(-1)
+        predictive = _mean_over_data(torch.special.xlogy(known, known) - known * logs)
         entropy = predictive_entropy(known)
         share = teacher.mutual_information.float() / entropy.clamp_min(torch.finfo(torch.float32).tiny)
         share = share.clamp_max(1)  # a mutual information of `novelty` may exceed the entropy
-        return predictive, weight * (entropy * _coins(share, output[:, classes].float())).mean()
-    mean, log_std, logit = output.float().chunk(3, -1)
+        return predictive, weight * _mean_over_data(entropy * _coins(share, output[..., classes]))
+    mean, log_std, logit = output.float().chunk(3, axis)
     log_std = log_std.clamp(-20, 20)
     std = teacher.std.float()
     squares = (std.square() + (teacher.mean.float() - mean).square()) / (2 * (2 * log_std).exp())
-    predictive = (log_std - std.log() + squares - 0.5).sum(-1).mean()
+    predictive = _mean_over_data(log_std - std.log() + squares - 0.5)
     share = (teacher.epistemic_std.float() / std).square()
-    return predictive, weight * _coins(share, logit).sum(-1).mean()
+    return predictive, weight * _mean_over_data(_coins(share, logit))
+
+
+def _mean_over_data(values: Tensor) -> Tensor:
+    """Return the mean over the first axis of the sums over the others."""
+    return values.reshape(len(values), -1).sum(1).mean()
 
 
 def _coins(share: Tensor, logit: Tensor) -> Tensor:
@@ -147,7 +164,7 @@ class Distillation(pl.LightningModule):
 
     Args:
         posterior: the teacher, with its weights and calibration.
-        net: the student's network: K + 1 outputs for K classes, 3·D for D numbers (see `Student`).
+        net: the student's network: K + 1 outputs for K classes, 3·D for D numbers, at each place (see `Student`).
         lr: the largest step size of Adam; it falls to 0 by a cosine.
         epistemic_weight: weight of the epistemic part in the loss.
 
@@ -213,28 +230,40 @@ class Distillation(pl.LightningModule):
         teacher = self._teacher.predict([inputs])
         output = self.student.output_of(inputs)
         if not self._is_known:
-            self.student.classes = self._classes(teacher, output)
+            self.student.classes, self.student.axis = self._layout(teacher, output)
             self._is_known = True
-        return *distillation_loss(output, teacher, self.epistemic_weight), len(teacher)
+        return *distillation_loss(output, teacher, self.epistemic_weight, self.student.axis), len(teacher)
 
     @staticmethod
-    def _classes(teacher: Prediction, output: Tensor) -> int | None:
-        """Return K, or None for numbers, after a check of the student's output."""
-        if isinstance(teacher, ClassPrediction) and teacher.probabilities.dim() == 2:
-            classes = teacher.probabilities.shape[-1]
-            wanted, why = (len(teacher), classes + 1), f"{classes} classes need {classes + 1}"
-        elif isinstance(teacher, RegressionPrediction) and teacher.mean.dim() == 2:
-            classes, numbers = None, teacher.mean.shape[-1]
-            wanted, why = (len(teacher), 3 * numbers), f"{numbers} numbers need {3 * numbers}"
+    def _layout(teacher: Prediction, output: Tensor) -> tuple[int | None, int]:
+        """Return K, or None for numbers, and the axis of the student's outputs, after a check of their shape."""
+        if isinstance(teacher, ClassPrediction):
+            rows, *places, classes = teacher.probabilities.shape
+            shapes = {1: (rows, classes + 1, *places), 1 + len(places): (rows, *places, classes + 1)}
+            why = f"{classes} classes need {classes + 1}"
+        elif isinstance(teacher, RegressionPrediction):
+            shape, classes = tuple(teacher.mean.shape), None
+            shapes = {a: (*shape[:a], 3 * shape[a], *shape[a + 1 :]) for a in range(1, len(shape))}
+            why = (
+                f"{shape[1]} numbers need {3 * shape[1]}"
+                if len(shape) == 2
+                else f"numbers {shape} need 3 times as many"
+            )
         else:
             raise TypeError(
-                f"distill knows predictions of classes, (n, K), and of numbers, (n, D), and these are a {teacher}: for "
-                "fields, sequences and pixels use posterior.compress(k, data) or thin(count=k), and ensemble() for one "
-                "network"
+                f"distill knows predictions of classes and of numbers, and these are a {teacher}: use "
+                "posterior.compress(k, data) or thin(count=k), and ensemble() for one network"
             )
-        if tuple(output.shape) != wanted:
+        axes = [axis for axis, shape in shapes.items() if tuple(output.shape) == shape]
+        if not axes:
+            wanted = " or ".join(map(str, dict.fromkeys(shapes.values())))
             raise ValueError(
-                f"the student's output has shape {tuple(output.shape)}, and {why} outputs for each datum (see "
-                "Student): change its last layer"
+                f"the student's output has shape {tuple(output.shape)}, and {why} outputs for each datum, so {wanted} "
+                "(see Student): change its last layer"
             )
-        return classes
+        if len(axes) > 1:
+            raise ValueError(
+                f"the student's output has shape {tuple(output.shape)}, in which the {classes} classes may be on axis "
+                f"{axes[0]} or {axes[1]}: distil on inputs with another number of places"
+            )
+        return classes, axes[0]

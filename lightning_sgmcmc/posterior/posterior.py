@@ -448,7 +448,8 @@ class Posterior(Decisions):
         trainer of your own.
 
         Args:
-            student: a network with K + 1 outputs for K classes, or 3·D for D numbers (see `Student`), changed in place.
+            student: a network with K + 1 outputs for K classes, or 3·D for D numbers, at each pixel or token (see
+                `Student`); it is changed in place.
             loader: batches of inputs, or of pairs that start with them, or a datamodule.
             epochs: passes over the loader.
             lr: the largest step size of Adam.

@@ -26,7 +26,7 @@ SETTING = re.compile(
 """What was set and not measured: versions, levels of intervals, steps."""
 DERIVED = {
     "README.md": {"0.005"},  # a limit of `recipes/equal_cost/limits.py`
-    "docs/start/digits.md": {"0.3 %"},  # one of 359 images, in percent
+    "docs/start/install.md": {"0.3 %"},  # one of 359 images, in percent
     "docs/howto/decisions.md": {"0.14", "0.99"},  # 1.96·√(0.9·0.1/18); a level
 }
 """Figures that follow by arithmetic, each with its formula."""

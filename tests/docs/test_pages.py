@@ -12,6 +12,7 @@ from tests.support.paths import REPOSITORY
 
 ROOT_PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 SITE_PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
+TUTORIALS = sorted((REPOSITORY / "docs" / "tutorials").glob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -60,9 +61,9 @@ def test_commands_parse(tmp_path: Path) -> None:
     assert len(seen) > 20, "else the commands were not found"
 
 
-@pytest.mark.parametrize("path", ROOT_PAGES, ids=name_of)
+@pytest.mark.parametrize("path", [*ROOT_PAGES, *SITE_PAGES], ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
-    """Files and headings; the build of the site checks its own pages. Addresses on the web are not opened."""
+    """Files and headings. Addresses on the web are not opened."""
     dead = []
     for link in links(path):
         if re.match(r"[a-z]+:", link):
@@ -71,8 +72,23 @@ def test_links_lead_somewhere(path: Path) -> None:
         page = (path.parent / target).resolve() if target else path
         if not page.exists() or not page.is_relative_to(REPOSITORY):
             dead.append(f"{link}: there is no {target}")
-        elif anchor and anchor not in anchors(page):
+        elif anchor and page.suffix == ".md" and anchor not in anchors(page):
             dead.append(f"{link}: {page.name} has no heading #{anchor}")
+    assert dead == []
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=name_of)
+def test_links_of_tutorials_lead_somewhere(path: Path) -> None:
+    """They are addresses of the built site, which its build does not check: a page is a folder there."""
+    dead = []
+    for link in re.findall(r"\]\((\.\./[^)]*)\)", path.read_text(encoding="utf-8")):
+        address, _, anchor = link.partition("#")
+        place = (path.with_suffix("") / address).resolve()
+        page = next(
+            (p for p in (place.with_suffix(".md"), place / "index.md", place.with_suffix(".py")) if p.exists()), None
+        )
+        if page is None or (anchor and anchor not in anchors(page)):
+            dead.append(link)
     assert dead == []
 
 

@@ -85,6 +85,23 @@ def test_cycles_are_shaded_and_a_trace_has_the_prior_s_line() -> None:
         assert [round(patch.get_x()) for patch in axes.patches] == [26, 76]
 
 
+def test_nothing_is_drawn_between_logged_steps() -> None:
+    """A sample after step 7 has no value in the history of steps 1 and 10: its tick lies on the axis, not on a line."""
+    for figure in (
+        figures.traces_figure([1, 10], {"w[0]": [0.0, 3.0]}, [7]),
+        figures.nll_figure([1, 10], [2.0, 1.0], [1.0, 0.8], [7]),
+        figures.energy_figure([1, 10], [2.0, 1.0], [7], [1.7]),
+        figures.schedule_figure([1, 10], [0.1, 0.2], [0.0, 1.0], [7], is_joined=False),
+    ):
+        drawn = [line for axes in figure.axes for line in axes.get_lines() if not line.get_label().startswith("1 ")]
+        assert {line.get_linestyle() for line in drawn} == {"None"}
+    axes = figures.traces_figure([1, 10], {"w[0]": [5.0, 8.0]}, [7]).axes[0]
+    (tick,) = (line for line in axes.get_lines() if line.get_label() == "samples")
+    at = axes.transAxes.inverted().transform(tick.get_transform().transform(tick.get_xydata()))
+    assert at[0, 1] == pytest.approx(0)
+    assert axes.get_ylim()[0] > 4
+
+
 def test_intervals_over_repeats_cover_the_mean() -> None:
     """4,000 means of three normal draws: the share of 95 % intervals with the mean is within 4 sd of 0.95."""
     draws = np.random.default_rng(0).normal(size=(3, 4000))

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc import (
+    BayesianModule,
+    Categorical,
+    Gaussian,
+    MultiLabelBernoulli,
+    PixelCategorical,
+    Posterior,
+    TokenCategorical,
+)
 from lightning_sgmcmc.posterior import Distillation
 from lightning_sgmcmc.posterior.distillation import distillation_loss, prediction_of
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
@@ -103,6 +111,55 @@ def test_the_loss_is_least_at_the_teachers_predictive(kind: str) -> None:
         torch.testing.assert_close(distillation_loss(other, teacher, 0.0)[0], kl.sum(1).mean())
 
 
+def at_places(inputs: int, outputs: int, image: bool) -> nn.Module:
+    return nn.Conv2d(inputs, outputs, 1) if image else nn.Linear(inputs, outputs)
+
+
+PLACES = {
+    "pixels": (PixelCategorical(), True, 3, 4),
+    "tokens": (TokenCategorical(), False, 3, 4),
+    "fields": (Gaussian(0.5), True, 2, 6),
+    "sequences": (Gaussian(0.5), False, 2, 6),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_student_of_places_is_that_of_each_place(kind: str) -> None:
+    """A network of single places predicts a place of an image as an example of its own, and so does its student.
+
+    The loss of an image is the sum of those of its places; a student that is trained comes near the teacher.
+    """
+    likelihood, image, outputs, wanted = PLACES[kind]
+    torch.manual_seed(0)
+    nets = [at_places(5, outputs, image) for _ in range(4)]
+    posterior = Posterior.from_states(nets[0], [net.state_dict() for net in nets], likelihood)
+    x = data(32 * 6).reshape(32, 2, 3, 5)
+    x = x.permute(0, 3, 1, 2) if image else x.flatten(1, 2)
+    own = nn.Sequential(at_places(5, 32, image), nn.Tanh(), at_places(32, wanted, image))
+    start = own[2].weight.detach().clone()
+    found = posterior.distill(own, DataLoader(x, batch_size=32), epochs=150, lr=3e-2)
+    assert not torch.equal(own[2].weight, start)
+    teacher, learned = posterior.predict(x), found.predict(x)
+    assert {name: part.shape for name, part in learned.parts.items()} == {
+        name: teacher.parts[name].shape for name in learned.parts
+    }
+    name = found.outputs[0]
+    assert correlation(teacher.parts[name], learned.parts[name]) > 0.97
+
+    def rows(part: Tensor) -> Tensor:
+        """The places of all images, one after another."""
+        return part.movedim(1, -1).flatten(0, -2) if image else part.flatten(0, -2)
+
+    output = own(x).detach()
+    whole = distillation_loss(output, teacher, 2.0, found.axis)
+    flat = {name: (part.flatten() if part.dim() == x.dim() - 1 else rows(part)) for name, part in teacher.parts.items()}
+    if found.classes is not None:  # the classes are last
+        flat["probabilities"] = teacher.probabilities.flatten(0, -2)
+    each = distillation_loss(rows(output), type(teacher)(**flat), 2.0)
+    for one, other in zip(whole, each, strict=True):
+        torch.testing.assert_close(one, 6 * other)
+
+
 def test_what_cannot_be_distilled_is_refused() -> None:
     posterior, loader = posterior_of("classes"), DataLoader(data(8), batch_size=4)
     with pytest.raises(ValueError, match="3 classes need 4 outputs"):
@@ -111,9 +168,15 @@ def test_what_cannot_be_distilled_is_refused() -> None:
         posterior_of("numbers").distill(student(2), loader, epochs=1)
     with pytest.raises(ValueError, match="epochs"):
         posterior.distill(student(4), loader, epochs=0)
+    labels = Posterior.from_states(nn.Linear(5, 2), [nn.Linear(5, 2).state_dict()], MultiLabelBernoulli())
+    with pytest.raises(TypeError, match=r"these are a MultiLabelPrediction.*use posterior\.compress"):
+        labels.distill(student(3), loader, epochs=1)
     field = nn.Conv2d(1, 1, 1)
     of_fields = Posterior.from_states(field, [field.state_dict()], Gaussian(std=1.0))
-    with pytest.raises(TypeError, match=r"fields, sequences and pixels use posterior\.compress"):
-        of_fields.distill(nn.Conv2d(1, 3, 1), [torch.zeros(4, 1, 2, 2)], epochs=1)
+    with pytest.raises(ValueError, match=r"numbers \(4, 1, 2, 2\) need 3 times as many"):
+        of_fields.distill(nn.Conv2d(1, 2, 1), DataLoader(torch.zeros(4, 1, 2, 2), batch_size=4), epochs=1)
+    tokens = Posterior.from_states(nn.Linear(5, 2), [nn.Linear(5, 2).state_dict()], TokenCategorical())
+    with pytest.raises(ValueError, match="may be on axis 1 or 2"):
+        tokens.distill(nn.Linear(5, 3), DataLoader(torch.zeros(4, 3, 5), batch_size=4), epochs=1)
     with pytest.raises(RuntimeError, match="no samples"):
         Posterior(MemoryStore()).distill(student(4), loader)
