@@ -1,18 +1,66 @@
-"""What a posterior is for: joint scores, sets with a guarantee, abstention, labels to ask for, rollouts."""
+"""What a posterior is for: joint scores, inputs from elsewhere, guarantees, labels to ask for, rollouts."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.acquisition import Acquisition
+from lightning_sgmcmc.batches.inputs import as_tensors
+from lightning_sgmcmc.chains.execution import StatelessCall, dtype_of, evaluation_mode
+from lightning_sgmcmc.checks import check_choice, check_count, check_flag
+from lightning_sgmcmc.diagnostics.acquisition import (
+    Acquisition,
+    batch_bald,
+    batch_of_numbers,
+    information_of_numbers,
+)
 from lightning_sgmcmc.diagnostics.joint import JointScore
+from lightning_sgmcmc.diagnostics.scores import detection_metrics
+from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior import acquisition, conformal, densities, selective
-from lightning_sgmcmc.posterior.detection import Detection, detect
-from lightning_sgmcmc.posterior.rollout import rolled_out
+from lightning_sgmcmc.posterior import densities, guarantees
+from lightning_sgmcmc.posterior.calibration import check_predictions
+from lightning_sgmcmc.posterior.predictive import network_inputs, states_in_place
+from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.posterior.stored import StoredSamples
-from lightning_sgmcmc.predictions import Prediction
+from lightning_sgmcmc.predictions import ClassPrediction, Members, Mixture, Prediction, RegressionPrediction
+from lightning_sgmcmc.seeding import derive_seed, reseed, unchanged_torch_generators
+from lightning_sgmcmc.tables import as_tensor
+from lightning_sgmcmc.tensors import widest
+
+Step = Callable[[Tensor, Tensor], Tensor]
+AcquisitionMethod = Literal["bald", "batchbald"]
+COLUMNS = ("score", "auroc", "aupr_out", "aupr_in", "fpr95")
+
+
+@dataclass(frozen=True, repr=False)
+class Detection:
+    """The separation of inputs from elsewhere by each score, as text and, in a notebook, as a table.
+
+    Attributes:
+        metrics: by score, its `auroc`, `aupr_out`, `aupr_in` and `fpr95`, see `diagnostics.detection_metrics`.
+        known: each score of the known inputs, shape (n,); larger is stranger.
+        unknown: likewise of the inputs from elsewhere, shape (m,).
+    """
+
+    metrics: Mapping[str, Mapping[str, float]]
+    known: Mapping[str, Tensor] = field(repr=False)
+    unknown: Mapping[str, Tensor] = field(repr=False)
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *((name, *(f"{own[c]:.3f}" for c in COLUMNS[1:])) for name, own in self.metrics.items())]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        first = [row[0].ljust(widths[0]) for row in rows]
+        rest = ["  ".join(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)) for row in rows]
+        return "\n".join(f"{name}  {numbers}" for name, numbers in zip(first, rest, strict=True))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [(name, *(own[column] for column in COLUMNS[1:])) for name, own in self.metrics.items()]
+        return html_table("Inputs from elsewhere", COLUMNS, rows)
 
 
 class Decisions(StoredSamples):
@@ -94,13 +142,13 @@ class Decisions(StoredSamples):
 
         Source: Hendrycks & Gimpel 2017; Liu et al. 2020 (energy); Smith & Gal 2018 (mutual information).
         """
-        return detect(self, self._ready_model(), known, unknown)
+        return _detected(self, self._ready_model(), known, unknown)
 
     # -- guarantees ---------------------------------------------------------------------------------------------------
 
     def conformal(
-        self, data: Any, level: float = 0.9, method: conformal.Method = "threshold", seed: int = 0
-    ) -> conformal.Conformal:
+        self, data: Any, level: float = 0.9, method: guarantees.Method = "threshold", seed: int = 0
+    ) -> guarantees.Conformal:
         """Return prediction sets or intervals that contain the truth with a guaranteed probability.
 
             P(y ∈ C(x)) ≥ level   for data exchangeable with the calibration data, whatever the predictive is worth
@@ -126,16 +174,16 @@ class Decisions(StoredSamples):
         Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020; Vovk 2012 (class-conditional); Romano et al.
         2019 (Conformalized quantile regression).
         """
-        return conformal.fit_conformal(self, self._ready_model(), data, level, method, seed)
+        return guarantees.fit_conformal(self, self._ready_model(), data, level, method, seed)
 
     def selective(
         self,
         data: Any,
         risk: float = 0.05,
         confidence: float = 0.95,
-        score: selective.Score | None = None,
+        score: guarantees.Score | None = None,
         tolerance: float | Sequence[float] | None = None,
-    ) -> selective.Selective:
+    ) -> guarantees.Selective:
         """Return which predictions to answer so that at most a stated share of the answers is wrong.
 
             P(P(wrong | answered) ≤ risk) ≥ confidence   over calibration data that are independent draws of one law
@@ -156,11 +204,11 @@ class Decisions(StoredSamples):
 
         Source: Geifman & El-Yaniv 2017, algorithm 1; Angelopoulos et al. 2021 (Learn then test).
         """
-        return selective.fit_selective(self, self._ready_model(), data, risk, confidence, score, tolerance)
+        return guarantees.fit_selective(self, self._ready_model(), data, risk, confidence, score, tolerance)
 
     # -- what next ----------------------------------------------------------------------------------------------------
 
-    def acquire(self, pool: Any, k: int, method: acquisition.Method = "batchbald", seed: int = 0) -> Acquisition:
+    def acquire(self, pool: Any, k: int, method: AcquisitionMethod = "batchbald", seed: int = 0) -> Acquisition:
         """Return the k inputs of a pool whose labels would say most about the parameters.
 
         "bald" takes the k inputs with the largest mutual information I(y_i; θ) each, and of two equal inputs both.
@@ -185,13 +233,13 @@ class Decisions(StoredSamples):
             pool = torch.randn(100, 2)
             to_label = pool[posterior.acquire(pool, 10).indices]
         """
-        return acquisition.chosen_of(self.predict(pool, return_samples=True), k, method, seed)
+        return _chosen_of(self.predict(pool, return_samples=True), k, method, seed)
 
     def rollout(
         self,
         x: Any,
         steps: int,
-        step: Callable[[Tensor, Tensor], Tensor] | None = None,
+        step: Step | None = None,
         noise: bool = False,
         seed: int = 0,
     ) -> Tensor:
@@ -226,4 +274,140 @@ class Decisions(StoredSamples):
             posterior = Posterior.from_states(torch.nn.Linear(2, 1), members, Gaussian())
             paths = posterior.rollout(torch.zeros(3, 2), 24, lambda x, y: torch.cat([x[:, 1:], y], 1))
         """
-        return rolled_out(self._ready_model(), self.store, x, steps, step, noise, seed)
+        return _rolled_out(self._ready_model(), self.store, x, steps, step, noise, seed)
+
+
+# -- trajectories: the network applied to its own output ---------------------------------------------------------------
+
+
+def _rolled_out(
+    model: EnergyModel, store: SampleStore, x: Any, steps: int, step: Step | None, noise: bool, seed: int
+) -> Tensor:
+    """Return each sample's trajectory; see `Posterior.rollout`."""
+    check_count("steps", steps, optional=False)
+    check_flag("noise", noise)
+    likelihood, columns, scaling = model.likelihood, store.columns.inputs, store.scaling
+    if likelihood is None or likelihood.distribution is None:
+        raise TypeError(
+            f"rollout feeds numbers back, and {type(likelihood).__name__} has no distribution of numbers: roll each of "
+            "posterior.networks() out in a loop of your own"
+        )
+    if isinstance(x, tuple | list | dict):
+        raise TypeError(f"rollout needs the first inputs as one tensor or frame (n, …), got a {type(x).__name__}")
+    # A frame is encoded once: its columns must be numbers to come from an output.
+    first = columns.encoded(x) if columns is not None else as_tensor("x", x)
+    first = as_tensors(first, model.device, dtype_of(store[0].parameters))
+    mean, std = (0.0, 1.0) if columns is None else (part.to(first) for part in columns.scaling)
+    call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of((inputs - mean) / std)))
+    paths = []
+    with evaluation_mode(model), torch.no_grad(), unchanged_torch_generators([model.device]):
+        reseed(derive_seed(seed, "rollout"), model.device)  # torch's distributions take no generator
+        for state in states_in_place(model, store):
+            inputs, path = first, []
+            for _ in range(steps):
+                law = call.call(state, inputs)
+                output = (law.sample() if noise else law.mean).to(first)
+                if scaling is not None:
+                    output = output * output.new_tensor(scaling.std) + output.new_tensor(scaling.mean)
+                path.append(output)
+                inputs = output if step is None else step(inputs, output)
+                _check_next(inputs, first, step is None)
+            paths.append(torch.stack(path))
+    return torch.stack(paths)
+
+
+def _check_next(inputs: Any, first: Tensor, is_output: bool) -> None:
+    shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+    if shape != tuple(first.shape):
+        what = "an output" if is_output else "step(x, y)"
+        raise ValueError(
+            f"{what} has the shape {shape}, and inputs have {tuple(first.shape)}: pass step=…, which returns the next "
+            "inputs from the inputs and the outputs"
+        )
+
+
+# -- what to label -----------------------------------------------------------------------------------------------------
+
+
+def _chosen_of(prediction: Prediction, count: int, method: AcquisitionMethod, seed: int) -> Acquisition:
+    """Return the data of predictions to label next, from each sample's distribution; see `Posterior.acquire`."""
+    check_choice("method", method, ("bald", "batchbald"))
+    check_count("k", count, optional=False)
+    if count > len(prediction):
+        raise ValueError(f"k={count} is more than the {len(prediction)} inputs of the pool: pass at most these")
+    check_predictions(prediction, "acquire")
+    kept: Any = prediction._kept
+    if isinstance(prediction, ClassPrediction) and isinstance(kept, Members) and kept.probabilities.dim() == 3:
+        if method == "bald":
+            return _top(prediction.mutual_information, count)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
+        return batch_bald(kept.probabilities, kept.weights, count, generator)
+    if not isinstance(kept, Mixture):
+        raise TypeError(
+            f"acquire compares inputs by their class or their numbers, and these predictions are a "
+            f"{type(prediction).__name__} without either for each input: choose by a score of your own"
+        )
+    law = kept.components
+    if not bool(law.variance.isfinite().all()):
+        raise ValueError(
+            f"acquire needs the variance of the noise, and {kept.law.__name__} has none here: choose by "
+            "prediction.epistemic"
+        )
+    if method == "batchbald":
+        return batch_of_numbers(law.mean, law.variance, kept.weights, count)
+    return _top(information_of_numbers(law.mean, law.variance, kept.weights), count)
+
+
+def _top(scores: torch.Tensor, count: int) -> Acquisition:
+    values, indices = scores.topk(count)
+    return Acquisition(indices.cpu(), widest(values).cpu())
+
+
+# -- inputs from elsewhere ---------------------------------------------------------------------------------------------
+
+
+def _detected(posterior: Any, model: EnergyModel, known: Any, unknown: Any) -> Detection:
+    """Return the separation by each score; see `Posterior.detect`."""
+    each = [_scores(posterior, model, x) for x in (known, unknown)]
+    names = [name for name in each[0] if name in each[1]]
+    metrics = {name: detection_metrics(each[0][name], each[1][name]) for name in names}
+    plain = {name: {metric: float(value) for metric, value in own.items()} for name, own in metrics.items()}
+    return Detection(plain, *each)
+
+
+def _scores(posterior: Any, model: EnergyModel, x: Any) -> dict[str, Tensor]:
+    """Return the scores of inputs, each of shape (n,); larger is stranger."""
+    x = list(x) if isinstance(x, Iterator) else x  # it is read twice
+    prediction: Prediction = posterior.predict(x)
+    check_predictions(prediction, "detect")
+    if isinstance(prediction, RegressionPrediction):
+        parts = {"std": prediction.std, "epistemic_std": prediction.epistemic_std}
+        # Several numbers have a unit each: the mean logarithm orders inputs alike in every unit.
+        return {name: widest(part).clamp_min(1e-300).log().flatten(1).mean(1).cpu() for name, part in parts.items()}
+    if not isinstance(prediction, ClassPrediction) or prediction.probabilities.dim() != 2:
+        raise TypeError(
+            f"detect needs a class or numbers of each input, and these predictions are a {type(prediction).__name__} "
+            "of several: pass scores of your own to diagnostics.detection_metrics"
+        )
+    scores = {"entropy": prediction.entropy, "max_probability": -prediction.probabilities.max(1).values}
+    if "mutual_information" in prediction.parts:
+        scores["mutual_information"] = prediction.mutual_information
+    energy = _energies(model, posterior.store, posterior.weights, x)
+    found = scores if energy is None else scores | {"energy": energy}
+    return {name: widest(score).cpu() for name, score in found.items()}
+
+
+def _energies(model: EnergyModel, store: SampleStore, weights: Tensor, x: Any) -> Tensor | None:
+    """Return the mean over samples of the likelihood's energy of each input, shape (n,); None if it has none."""
+    likelihood = model.likelihood
+    if likelihood is None:
+        return None
+    batches = list(network_inputs(model, store, x))
+    call, total = StatelessCall(model, lambda m, inputs: m.likelihood.energy(m.output_of(inputs))), torch.zeros(())
+    with evaluation_mode(model), torch.no_grad():
+        for state, weight in zip(states_in_place(model, store), weights.tolist(), strict=True):
+            found = [call.call(state, batch) for batch in batches]
+            if any(own is None for own in found):
+                return None
+            total = total + weight * widest(torch.cat(found)).cpu()
+    return total

@@ -17,14 +17,12 @@ from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import fit_calibration, save_calibration, saved_calibration
-from lightning_sgmcmc.posterior.compression import Compression, compress
 from lightning_sgmcmc.posterior.decisions import Decisions
 from lightning_sgmcmc.posterior.densities import evaluate_samples
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.distillation import Distillation, Student
+from lightning_sgmcmc.posterior.distillation import Compression, Distillation, Student, compress
 from lightning_sgmcmc.posterior.export import plot_map, plot_predictions, plot_reliability, plot_trace, samples_in
-from lightning_sgmcmc.posterior.hub import SCHEME, pulled, push
 from lightning_sgmcmc.posterior.networks import Ensemble, State, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
@@ -33,7 +31,7 @@ from lightning_sgmcmc.posterior.predictive import (
     sound_records,
     with_new_statistics,
 )
-from lightning_sgmcmc.posterior.sharing import save_samples
+from lightning_sgmcmc.posterior.sharing import SCHEME, pulled, push, save_samples
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tensors import exact

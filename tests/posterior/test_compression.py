@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import Categorical, Gaussian, Posterior
-from lightning_sgmcmc.posterior.compression import chosen_samples
+from lightning_sgmcmc.posterior.distillation import chosen_samples
 
 INPUTS = 3
 
