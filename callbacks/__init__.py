@@ -5,11 +5,9 @@ from lightning_sgmcmc.callbacks.baselines import SWAG, DeepEnsemble, MCDropout
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
-from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
-from lightning_sgmcmc.callbacks.run_summary import RunSummary
+from lightning_sgmcmc.callbacks.run_summary import PredictionWriter, RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
-from lightning_sgmcmc.callbacks.schedule import CyclicalSchedule, SamplingSchedule
-from lightning_sgmcmc.callbacks.warm_start import WarmStart
+from lightning_sgmcmc.callbacks.schedule import CyclicalSchedule, SamplingSchedule, WarmStart
 from lightning_sgmcmc.chains.callback import SamplerCallback
 from lightning_sgmcmc.contour.callback import ContourGradient
 from lightning_sgmcmc.evaluation.loader_average import Evaluation

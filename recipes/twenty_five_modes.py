@@ -52,7 +52,7 @@ from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, ExchangeRun, simulate
-from lightning_sgmcmc.simulation.svgd import descend
+from lightning_sgmcmc.simulation.densities import descend
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 

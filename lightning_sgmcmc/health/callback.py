@@ -15,10 +15,10 @@ from lightning_sgmcmc.chains.trainer import declared, is_trial, log_scalars, run
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.health.assessment import assess
+from lightning_sgmcmc.health.estimates import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.facts import facts_of
 from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.health.held_out import with_held_out
-from lightning_sgmcmc.health.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.samplers import StepLaw

@@ -1,6 +1,6 @@
 """Samplers without a trainer: analytic targets, finite sums, exact references, many chains at once."""
 
-from lightning_sgmcmc.simulation.densities import ContourRun, ExchangeRun, Simulation, simulate
+from lightning_sgmcmc.simulation.densities import ContourRun, ExchangeRun, Simulation, descend, simulate
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, GaussianSum, LogisticRegressionSum, NormalModelSum
 from lightning_sgmcmc.simulation.firefly import BoundedLikelihood, FireflyRun, LogisticBound, TaylorBound, firefly
 from lightning_sgmcmc.simulation.random_walk import RandomWalk, random_walk_metropolis
@@ -14,7 +14,6 @@ from lightning_sgmcmc.simulation.subsampled_chains import (
     UniformGradient,
     sample_sum,
 )
-from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.switching_diffusion import (
     LinearDiffusions,
     Potentials,

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks.bayesian_model_average import OOD_METRICS
 from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.datamodules import ArrayDataModule, NotMNISTDataModule, Split
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.datamodules.images import ImageDataModule
 from lightning_sgmcmc.diagnostics.scores import detection_metrics, out_of_distribution_metrics, predictive_entropy
-from lightning_sgmcmc.evaluation.out_of_distribution import METRICS
 from tests.support.problems import blobs, classifier, loaders
 from tests.support.recorders import Dump
 from tests.support.trainers import quiet_trainer
@@ -71,7 +71,7 @@ def test_a_run_evaluates_its_average_there_too(tmp_path: Path, cycle_weights: An
         information = detection_metrics(known.mutual_information, unknown.mutual_information)["auroc"]
         assert evaluation.bma["ood_far_mutual_information_auroc"] == pytest.approx(float(information), abs=1e-3)
         found = [name.removeprefix("ood_far_") for name in evaluation.bma if name.startswith("ood_far_")]
-        assert sorted(found) == sorted(METRICS)
+        assert sorted(found) == sorted(OOD_METRICS)
         torch.testing.assert_close(evaluation.ood["far"].terms["probabilities"], unknown.probabilities)
     brier = unknown.sample_probabilities.square().mean((1, 2))
     assert [m["ood_far_brier"] for m in evaluation.members] == pytest.approx(brier.tolist(), rel=1e-5)

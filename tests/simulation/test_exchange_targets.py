@@ -11,8 +11,8 @@ from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.simulation import ContourRun, ExchangeRun, Simulation, simulate
+from lightning_sgmcmc.simulation.densities import descend, median_bandwidth, stein_direction
 from lightning_sgmcmc.simulation.loop import has_compiler
-from lightning_sgmcmc.simulation.svgd import descend, median_bandwidth, stein_direction
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from lightning_sgmcmc.tempering.replica_exchange import attempted_pairs, log_swap_rate, swapped
 
