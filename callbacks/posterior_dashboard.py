@@ -24,7 +24,6 @@ from lightning_sgmcmc.health.facts import prior_norm
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import pictures as parts
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import mean_of
 
@@ -190,7 +189,7 @@ class PosteriorDashboard(SamplerCallback):
         if self._prior_norm is not None:
             scalars["sampler/prior_norm"] = traces[len(self._traced)]
         if progress.warm_lr is None:
-            scalars |= _named_step_sizes(run.sampler)
+            scalars |= {f"sampler/lr/{g['name']}": mean_of(g["lr"]) for g in run.sampler.param_groups if "name" in g}
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:
@@ -380,11 +379,6 @@ def _traced_weights(module: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
         traced[f"{name}[{', '.join(map(str, index))}]"] = (tensor, index)
     return traced
-
-
-def _named_step_sizes(sampler: Sampler) -> dict[str, float]:
-    """Return the step sizes by name pattern as scalars, none if all parameters have one."""
-    return {f"sampler/lr/{group['name']}": mean_of(group["lr"]) for group in sampler.param_groups if "name" in group}
 
 
 def _folder(trainer: pl.Trainer) -> Path | None:

@@ -23,10 +23,9 @@ from lightning_sgmcmc.posterior.description import description_for_store, model_
 from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, check_same_dtype, continue_store
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST, aside_folders, records_from
-from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_fits
-from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.posterior.store import MemoryStore, Narrow, SampleStore, narrow_dtype
 from lightning_sgmcmc.tables import Columns
 
 LEVELS = 3

@@ -461,12 +461,8 @@ class WarmStart(FirstStage):
         if self.lr_schedule == "cosine":
             factor = cyclical_lr_factor(self.run.sampler.step_count + 1, self._planned)
         self.run.chains.progress.warm_lr = self.lr * factor
-        self._optimizers.step(self._active, factor)
-
-    @property
-    def _active(self) -> list[int]:
-        """Indices of this process's chains that have not stopped."""
-        return list(range(self.run.module.num_chains)) if self._best is None else self._best.active
+        going = list(range(self.run.module.num_chains)) if self._best is None else self._best.active
+        self._optimizers.step(going, factor)
 
     # -- early stopping -----------------------------------------------------------------------------------------------
 

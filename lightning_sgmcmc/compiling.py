@@ -78,8 +78,7 @@ def compiled_if_possible(
 ) -> Callable[..., Result]:
     """Return a function compiled, which runs as it is from the first call on that cannot be compiled.
 
-    Args:
-        varies: the place of the only argument whose shapes vary; None looks at all.
+    `varies` is the place of the only argument whose shapes vary; None looks at all.
     """
     present: Callable[..., Result] = torch.compile(function, **options)
     shapes = Shapes(what)

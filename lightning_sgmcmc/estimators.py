@@ -441,12 +441,9 @@ def _parts(count: int, fraction: float, seed: int, labels: Tensor | None) -> lis
 
 def _with_categories(frame: Any) -> Any:
     """Return a frame whose columns of texts have the categorical type."""
-    texts = [name for name in frame.columns if not is_categorical(frame[name]) and _has_texts(frame[name])]
+    objects = [name for name in frame.columns if not is_categorical(frame[name]) and frame[name].dtype.kind == "O"]
+    texts = [name for name in objects if any(isinstance(value, str) for value in frame[name])]
     return frame.astype(dict.fromkeys(texts, "category"))
-
-
-def _has_texts(series: Any) -> bool:
-    return series.dtype.kind == "O" and any(isinstance(value, str) for value in series)
 
 
 def numbers(values: Tensor) -> np.ndarray:

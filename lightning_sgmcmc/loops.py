@@ -24,12 +24,10 @@ from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore, begin_store, check_same_dtype, continue_store
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.posterior.store import MemoryStore, Narrow, SampleStore, narrow_dtype
 from lightning_sgmcmc.priors import HierarchicalPrior, Prior
-from lightning_sgmcmc.priors.held import held_rows
-from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.priors.state import held_rows, is_prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import bad_tensor
 

@@ -28,8 +28,7 @@ from lightning_sgmcmc.batches.inputs import (
 from lightning_sgmcmc.likelihoods import Likelihood, TokenCategorical
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, names_other_lightning, pl, rank_zero_info, way_out
 from lightning_sgmcmc.priors import GaussianPrior, Prior
-from lightning_sgmcmc.priors.held import held_rows, without_held
-from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
+from lightning_sgmcmc.priors.state import begin_prior_state, held_rows, prior_state, with_own_state, without_held
 
 ONLY_FOR_TRAINING = {
     "prior",

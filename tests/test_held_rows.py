@@ -15,7 +15,7 @@ from lightning_sgmcmc import BayesianModule
 from lightning_sgmcmc.callbacks import ChainHealth, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
 from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
-from lightning_sgmcmc.priors.held import sampled_columns, with_row, without_row
+from lightning_sgmcmc.priors.state import sampled_columns, with_row, without_row
 from lightning_sgmcmc.reference.problem import Problem
 from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, UnderdampedLangevin, pMCLMC, pSGLD
 from tests.support.trainers import quiet_trainer

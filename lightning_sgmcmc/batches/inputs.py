@@ -123,11 +123,7 @@ def parted(
 
 
 def accepted(inputs: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
-    """Return the entries that `forward` accepts, by name or all in its one argument.
-
-    Raises:
-        TypeError: if it needs another entry.
-    """
+    """Return the entries that `forward` accepts, by name or all in its one argument; TypeError if it needs another."""
     used = {name: value for name, value in inputs.items() if arguments.names is None or name in arguments.names}
     lacking = [name for name in arguments.needed if name not in inputs]
     if not lacking:

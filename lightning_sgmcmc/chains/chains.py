@@ -46,8 +46,7 @@ from lightning_sgmcmc.compiling import Compile, check_compile, choice_for, is_co
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors.base import check_patterns
-from lightning_sgmcmc.priors.held import held_rows
-from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.priors.state import held_rows, is_prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.samplers.rows import FlatParameters, clip_rows, compiled

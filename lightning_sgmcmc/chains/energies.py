@@ -27,8 +27,7 @@ from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compile
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
-from lightning_sgmcmc.priors.state import is_prior_state, prior_state
+from lightning_sgmcmc.priors.state import held_rows, is_prior_state, prior_state, sampled_columns, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
 

@@ -26,11 +26,7 @@ _STACKED: "WeakKeyDictionary[nn.Module, tuple[int, dict[str, torch.Size]]]" = We
 
 
 def check_free(module: nn.Module) -> None:
-    """Raise if a network holds the chains of another module.
-
-    Raises:
-        ValueError: if it does.
-    """
+    """Raise ValueError if a network holds the chains of another module."""
     for name, part in module.named_modules():
         if part not in _STACKED:
             continue

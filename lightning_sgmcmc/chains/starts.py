@@ -19,8 +19,7 @@ from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
 from lightning_sgmcmc.files import check_regular
-from lightning_sgmcmc.priors.held import held_rows
-from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.priors.state import held_rows, is_prior_state
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
 from lightning_sgmcmc.tensors import exact, first_not_finite
 

@@ -286,11 +286,6 @@ def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) ->
     return float(factors[int((count * widest(nll) + penalty).argmin())])
 
 
-def factor_grid(smallest: float = 0.3, largest: float = 4.0, count: int = 60) -> Tensor:
-    """Return factors evenly spaced in their logarithm, shape (F,), float64."""
-    return torch.linspace(math.log(smallest), math.log(largest), count, dtype=torch.float64).exp()
-
-
 # -- agreement ---------------------------------------------------------------------------------------------------------
 
 

@@ -112,12 +112,7 @@ def dyadic_groups(count: int, tau: int, generator: torch.Generator) -> Tensor:
 
 def nearest_groups(inputs: Tensor, tau: int, generator: torch.Generator) -> Tensor:
     """Return disjoint groups of τ data: two data by chance, each with the nearest ones that are left, half of the
-    group each, shape (G, τ), G ≤ 1000.
-
-    Args:
-        inputs: shape (n, …); distances are Euclidean, over all numbers of an input.
-        tau: inputs in a group.
-        generator: of the choice, on the CPU.
+    group each, shape (G, τ), G ≤ 1000; distances are Euclidean, over all numbers of an input, (n, …).
     """
     _check_enough(len(inputs), tau, tau)
     if tau == 1:

@@ -501,15 +501,7 @@ def metrics_of(
 def group_metrics(
     module: EnergyModel, evaluation: Evaluation, scaling: TargetScaling, user: UserMetrics, labels: Any
 ) -> dict[str, dict[str, float]]:
-    """Return the average's metrics in each group of the evaluated data.
-
-    Args:
-        module: the model, for its likelihood.
-        evaluation: of all data.
-        scaling: that of the targets.
-        user: further metrics.
-        labels: the group of each datum, an array (n,).
-    """
+    """Return the average's metrics in each group of the evaluated data, whose groups are the array `labels`, (n,)."""
     average, target, found = evaluation.average, evaluation.target, {}
     if average is None or average.log_total == -math.inf:
         return {}
@@ -534,13 +526,7 @@ def guessing_metrics(
     """Return the metrics of the best prediction that is the same for all data; {} if it is not known.
 
     Classes have their shares, counts the likelihood's best constant output, and numbers a normal distribution with
-    their mean and variance.
-
-    Args:
-        module: the model, for its likelihood.
-        terms: those of any prediction of the data, for their shapes.
-        target: the data's targets.
-        scaling: that of the targets.
+    their mean and variance. `terms` are those of any prediction of the data, for their shapes.
     """
     likelihood: Any = module.likelihood
     if likelihood is None or target is None or not len(target):

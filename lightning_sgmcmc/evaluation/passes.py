@@ -27,8 +27,7 @@ from lightning_sgmcmc.evaluation.scoring import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors import GaussianPrior, Prior
-from lightning_sgmcmc.priors.held import held_rows, with_row, without_held
-from lightning_sgmcmc.priors.state import prior_state
+from lightning_sgmcmc.priors.state import held_rows, prior_state, with_row, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
 from lightning_sgmcmc.tensors import exact, exact_device

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.scores import mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.health.advice import Advice, advise
 from lightning_sgmcmc.health.held_out import calibration_of, held_out_findings, with_held_out
-from lightning_sgmcmc.health.report import POSTERIOR, HealthReport
+from lightning_sgmcmc.health.report import POSTERIOR, Advice, HealthReport, advise
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.tensors import widest
 

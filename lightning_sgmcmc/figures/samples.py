@@ -106,11 +106,8 @@ def segments_figure(
 ) -> "Figure":
     """Draw metrics along the straight lines between pairs of samples, one row per metric.
 
-    Args:
-        positions: t of the points, from 0 (the first sample) to 1 (the second).
-        segments: of each its kind (one of `KINDS`), its name and its values by metric.
-
-    Source: Zhang et al. 2020 (cSG-MCMC), figure 4.
+    Positions are t of the points, from 0 (the first sample) to 1 (the second). Segments have a kind (one of `KINDS`), a
+    name and values by metric. Source: Zhang et al. 2020 (cSG-MCMC), figure 4.
     """
     metrics = list(segments[0][2])
     figure, rows = canvas(len(metrics), height=0.8 + 1.6 * len(metrics))

@@ -12,7 +12,7 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.health.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.priors import GaussianPrior
-from lightning_sgmcmc.priors.held import held_rows, without_held
+from lightning_sgmcmc.priors.state import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
 from lightning_sgmcmc.tensors import widest

@@ -108,7 +108,8 @@ def with_held_out(report: HealthReport, evaluation: Evaluation | None, is_sample
     has_trend = any(finding.kind is FindingKind.TREND for finding in kept)
     new = [f for f in held_out_findings(evaluation, is_sampled) if f.kind in REPLACED or not has_trend]
     is_ensemble = report.kind not in (POSTERIOR, None) or report.temperature < 1
-    if is_ensemble and evaluation.bma and calibration_of(evaluation) is not None and not _is_off(new):
+    is_right = calibration_of(evaluation) is not None and not any(finding.kind in REPLACED for finding in new)
+    if is_ensemble and evaluation.bma and is_right:
         law = [finding.kind for finding in kept if finding.kind in HEATING and finding.kind != FindingKind.DIVERGENCE]
         kept = [replace(finding, severity="note") if finding.kind in law else finding for finding in kept]
     findings = ranked([*kept, *new])
@@ -117,10 +118,6 @@ def with_held_out(report: HealthReport, evaluation: Evaluation | None, is_sample
     was_measured = report.total is not None and report.total.kinetic_interval is not None
     settled = report.verdict if report.verdict != "warning" else "ok" if was_measured else "unknown"
     return replace(report, findings=findings, verdict=settled)
-
-
-def _is_off(findings: Sequence[Finding]) -> bool:
-    return any(finding.kind in REPLACED for finding in findings)
 
 
 def _guessing(evaluation: Evaluation) -> Finding | None:

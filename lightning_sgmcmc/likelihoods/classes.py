@@ -120,7 +120,7 @@ class Categorical(ClassLikelihood):
                 "Categorical: one logit makes every datum certain, so nothing would be learned: use Bernoulli, or a "
                 "network with one output for each class"
             )
-        if output.dim() == 2 and len(output) and _are_probabilities(output):
+        if output.dim() == 2 and len(output) and bool(_are_rows_of_probabilities(output.detach()).all()):
             raise ValueError(
                 f"Categorical: the outputs lie in [{output.min().item():.3g}, {output.max().item():.3g}] and each row "
                 "sums to 1, but it needs logits: remove the softmax"
@@ -360,11 +360,6 @@ def _check_soft(target: Tensor) -> None:
             f"{', …' if bad.shape[1] > 4 else ''}) with the sum {float(bad[0].sum()):.4g}: divide counts of votes by "
             "their sum (y / y.sum(1, keepdim=True)), or use MultiLabelBernoulli for several labels at once"
         )
-
-
-def _are_probabilities(output: Tensor) -> bool:
-    """Return whether all rows are in [0, 1] and sum to 1, up to rounding."""
-    return bool(_are_rows_of_probabilities(output.detach()).all())
 
 
 def _are_rows_of_probabilities(rows: Tensor) -> Tensor:

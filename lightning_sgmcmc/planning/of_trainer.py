@@ -27,7 +27,7 @@ from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan
 from lightning_sgmcmc.planning.plan import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
-from lightning_sgmcmc.priors.held import held_rows
+from lightning_sgmcmc.priors.state import held_rows
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import unchanged_generators
 from lightning_sgmcmc.tensors import exact, widest

@@ -47,7 +47,7 @@ def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor,
     prediction = likelihood.prediction(terms, None)
     if not isinstance(prediction, ClassPrediction):
         return None
-    factors = decisions.factor_grid()
+    factors = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
     probabilities, labels = likelihood.scored(prediction, target)
     nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
     return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)

@@ -142,7 +142,12 @@ class Decisions(StoredSamples):
 
         Source: Hendrycks & Gimpel 2017; Liu et al. 2020 (energy); Smith & Gal 2018 (mutual information).
         """
-        return _detected(self, self._ready_model(), known, unknown)
+        model = self._ready_model()
+        each = [_scores(self, model, x) for x in (known, unknown)]
+        names = [name for name in each[0] if name in each[1]]
+        metrics = {name: detection_metrics(each[0][name], each[1][name]) for name in names}
+        plain = {name: {metric: float(value) for metric, value in own.items()} for name, own in metrics.items()}
+        return Detection(plain, *each)
 
     # -- guarantees ---------------------------------------------------------------------------------------------------
 
@@ -233,7 +238,32 @@ class Decisions(StoredSamples):
             pool = torch.randn(100, 2)
             to_label = pool[posterior.acquire(pool, 10).indices]
         """
-        return _chosen_of(self.predict(pool, return_samples=True), k, method, seed)
+        prediction = self.predict(pool, return_samples=True)
+        check_choice("method", method, ("bald", "batchbald"))
+        check_count("k", k, optional=False)
+        if k > len(prediction):
+            raise ValueError(f"k={k} is more than the {len(prediction)} inputs of the pool: pass at most these")
+        check_predictions(prediction, "acquire")
+        kept: Any = prediction._kept
+        if isinstance(prediction, ClassPrediction) and isinstance(kept, Members) and kept.probabilities.dim() == 3:
+            if method == "bald":
+                return _top(prediction.mutual_information, k)
+            generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
+            return batch_bald(kept.probabilities, kept.weights, k, generator)
+        if not isinstance(kept, Mixture):
+            raise TypeError(
+                f"acquire compares inputs by their class or their numbers, and these predictions are a "
+                f"{type(prediction).__name__} without either for each input: choose by a score of your own"
+            )
+        law = kept.components
+        if not bool(law.variance.isfinite().all()):
+            raise ValueError(
+                f"acquire needs the variance of the noise, and {kept.law.__name__} has none here: choose by "
+                "prediction.epistemic"
+            )
+        if method == "batchbald":
+            return batch_of_numbers(law.mean, law.variance, kept.weights, k)
+        return _top(information_of_numbers(law.mean, law.variance, kept.weights), k)
 
     def rollout(
         self,
@@ -274,46 +304,40 @@ class Decisions(StoredSamples):
             posterior = Posterior.from_states(torch.nn.Linear(2, 1), members, Gaussian())
             paths = posterior.rollout(torch.zeros(3, 2), 24, lambda x, y: torch.cat([x[:, 1:], y], 1))
         """
-        return _rolled_out(self._ready_model(), self.store, x, steps, step, noise, seed)
+        model, store = self._ready_model(), self.store
+        check_count("steps", steps, optional=False)
+        check_flag("noise", noise)
+        likelihood, columns, scaling = model.likelihood, store.columns.inputs, store.scaling
+        if likelihood is None or likelihood.distribution is None:
+            raise TypeError(
+                f"rollout feeds numbers back, and {type(likelihood).__name__} has no distribution of numbers: roll "
+                "each of posterior.networks() out in a loop of your own"
+            )
+        if isinstance(x, tuple | list | dict):
+            raise TypeError(f"rollout needs the first inputs as one tensor or frame (n, …), got a {type(x).__name__}")
+        # A frame is encoded once: its columns must be numbers to come from an output.
+        first = columns.encoded(x) if columns is not None else as_tensor("x", x)
+        first = as_tensors(first, model.device, dtype_of(store[0].parameters))
+        mean, std = (0.0, 1.0) if columns is None else (part.to(first) for part in columns.scaling)
+        call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of((inputs - mean) / std)))
+        paths = []
+        with evaluation_mode(model), torch.no_grad(), unchanged_torch_generators([model.device]):
+            reseed(derive_seed(seed, "rollout"), model.device)  # torch's distributions take no generator
+            for state in states_in_place(model, store):
+                inputs, path = first, []
+                for _ in range(steps):
+                    law = call.call(state, inputs)
+                    output = (law.sample() if noise else law.mean).to(first)
+                    if scaling is not None:
+                        output = output * output.new_tensor(scaling.std) + output.new_tensor(scaling.mean)
+                    path.append(output)
+                    inputs = output if step is None else step(inputs, output)
+                    _check_next(inputs, first, step is None)
+                paths.append(torch.stack(path))
+        return torch.stack(paths)
 
 
-# -- trajectories: the network applied to its own output ---------------------------------------------------------------
-
-
-def _rolled_out(
-    model: EnergyModel, store: SampleStore, x: Any, steps: int, step: Step | None, noise: bool, seed: int
-) -> Tensor:
-    """Return each sample's trajectory; see `Posterior.rollout`."""
-    check_count("steps", steps, optional=False)
-    check_flag("noise", noise)
-    likelihood, columns, scaling = model.likelihood, store.columns.inputs, store.scaling
-    if likelihood is None or likelihood.distribution is None:
-        raise TypeError(
-            f"rollout feeds numbers back, and {type(likelihood).__name__} has no distribution of numbers: roll each of "
-            "posterior.networks() out in a loop of your own"
-        )
-    if isinstance(x, tuple | list | dict):
-        raise TypeError(f"rollout needs the first inputs as one tensor or frame (n, …), got a {type(x).__name__}")
-    # A frame is encoded once: its columns must be numbers to come from an output.
-    first = columns.encoded(x) if columns is not None else as_tensor("x", x)
-    first = as_tensors(first, model.device, dtype_of(store[0].parameters))
-    mean, std = (0.0, 1.0) if columns is None else (part.to(first) for part in columns.scaling)
-    call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of((inputs - mean) / std)))
-    paths = []
-    with evaluation_mode(model), torch.no_grad(), unchanged_torch_generators([model.device]):
-        reseed(derive_seed(seed, "rollout"), model.device)  # torch's distributions take no generator
-        for state in states_in_place(model, store):
-            inputs, path = first, []
-            for _ in range(steps):
-                law = call.call(state, inputs)
-                output = (law.sample() if noise else law.mean).to(first)
-                if scaling is not None:
-                    output = output * output.new_tensor(scaling.std) + output.new_tensor(scaling.mean)
-                path.append(output)
-                inputs = output if step is None else step(inputs, output)
-                _check_next(inputs, first, step is None)
-            paths.append(torch.stack(path))
-    return torch.stack(paths)
+# -- parts of these ----------------------------------------------------------------------------------------------------
 
 
 def _check_next(inputs: Any, first: Tensor, is_output: bool) -> None:
@@ -326,53 +350,9 @@ def _check_next(inputs: Any, first: Tensor, is_output: bool) -> None:
         )
 
 
-# -- what to label -----------------------------------------------------------------------------------------------------
-
-
-def _chosen_of(prediction: Prediction, count: int, method: AcquisitionMethod, seed: int) -> Acquisition:
-    """Return the data of predictions to label next, from each sample's distribution; see `Posterior.acquire`."""
-    check_choice("method", method, ("bald", "batchbald"))
-    check_count("k", count, optional=False)
-    if count > len(prediction):
-        raise ValueError(f"k={count} is more than the {len(prediction)} inputs of the pool: pass at most these")
-    check_predictions(prediction, "acquire")
-    kept: Any = prediction._kept
-    if isinstance(prediction, ClassPrediction) and isinstance(kept, Members) and kept.probabilities.dim() == 3:
-        if method == "bald":
-            return _top(prediction.mutual_information, count)
-        generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
-        return batch_bald(kept.probabilities, kept.weights, count, generator)
-    if not isinstance(kept, Mixture):
-        raise TypeError(
-            f"acquire compares inputs by their class or their numbers, and these predictions are a "
-            f"{type(prediction).__name__} without either for each input: choose by a score of your own"
-        )
-    law = kept.components
-    if not bool(law.variance.isfinite().all()):
-        raise ValueError(
-            f"acquire needs the variance of the noise, and {kept.law.__name__} has none here: choose by "
-            "prediction.epistemic"
-        )
-    if method == "batchbald":
-        return batch_of_numbers(law.mean, law.variance, kept.weights, count)
-    return _top(information_of_numbers(law.mean, law.variance, kept.weights), count)
-
-
 def _top(scores: torch.Tensor, count: int) -> Acquisition:
     values, indices = scores.topk(count)
     return Acquisition(indices.cpu(), widest(values).cpu())
-
-
-# -- inputs from elsewhere ---------------------------------------------------------------------------------------------
-
-
-def _detected(posterior: Any, model: EnergyModel, known: Any, unknown: Any) -> Detection:
-    """Return the separation by each score; see `Posterior.detect`."""
-    each = [_scores(posterior, model, x) for x in (known, unknown)]
-    names = [name for name in each[0] if name in each[1]]
-    metrics = {name: detection_metrics(each[0][name], each[1][name]) for name in names}
-    plain = {name: {metric: float(value) for metric, value in own.items()} for name, own in metrics.items()}
-    return Detection(plain, *each)
 
 
 def _scores(posterior: Any, model: EnergyModel, x: Any) -> dict[str, Tensor]:

@@ -28,8 +28,7 @@ from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.posterior import manifest
 from lightning_sgmcmc.posterior.lock import StoreLock, is_in_use, unusable
 from lightning_sgmcmc.posterior.manifest import BackgroundWriter, Manifest, wait_for_writers, write_sample
-from lightning_sgmcmc.posterior.narrow import Narrow
-from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.posterior.store import Narrow, SampleStore
 from lightning_sgmcmc.tables import Columns
 
 CONTOUR = "contour.safetensors"

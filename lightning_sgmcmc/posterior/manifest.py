@@ -33,7 +33,7 @@ from lightning_sgmcmc.files import (
     write_atomically,
 )
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
-from lightning_sgmcmc.posterior.narrow import DTYPES
+from lightning_sgmcmc.posterior.store import DTYPES
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"

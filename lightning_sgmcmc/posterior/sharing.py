@@ -21,8 +21,7 @@ from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import summary
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.narrow import Narrow, narrow_dtype
-from lightning_sgmcmc.posterior.store import SampleStore, StoreView
+from lightning_sgmcmc.posterior.store import Narrow, SampleStore, StoreView, narrow_dtype
 from lightning_sgmcmc.tensors import widest
 
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_sgmcmc.priors.held import without_row
+from lightning_sgmcmc.priors.state import without_row
 
 PREFIXES = ("", "net.")
 """Beginnings of a module's parameter names that a centre may leave out: a network's own names begin after "net."."""

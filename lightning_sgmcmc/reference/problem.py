@@ -27,9 +27,16 @@ from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
-from lightning_sgmcmc.priors.state import is_prior_state, prior_state
+from lightning_sgmcmc.priors.state import (
+    Entries,
+    held_rows,
+    is_prior_state,
+    prior_state,
+    sampled_columns,
+    with_row,
+    without_row,
+)
 from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tables import Columns

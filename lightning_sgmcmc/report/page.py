@@ -10,8 +10,7 @@ from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import text_without_secrets, write_atomically
 from lightning_sgmcmc.fit.results import OPTIMIZED, STAGE_NAMES, is_of_optimization
-from lightning_sgmcmc.health.advice import LEVELS, Advice, advise
-from lightning_sgmcmc.health.report import POSTERIOR
+from lightning_sgmcmc.health.report import LEVELS, POSTERIOR, Advice, advise
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.report import html
 from lightning_sgmcmc.report.html import Table, is_finite

@@ -10,10 +10,9 @@ from lightning_sgmcmc import Categorical
 from lightning_sgmcmc.callbacks import AutoSampling
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, advice_on
-from lightning_sgmcmc.health.advice import advise
 from lightning_sgmcmc.health.findings import Finding, FindingKind
 from lightning_sgmcmc.health.held_out import with_held_out
-from lightning_sgmcmc.health.report import HealthReport
+from lightning_sgmcmc.health.report import HealthReport, advise
 from tests.evaluation.test_sentences import DATA, classified, evaluated
 
 HOT = Finding(FindingKind.KINETIC, "kinetic temperature: 2", "above", None, "use a smaller lr")

@@ -15,8 +15,7 @@ from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.narrow import Narrow
-from lightning_sgmcmc.posterior.store import MemoryStore
+from lightning_sgmcmc.posterior.store import MemoryStore, Narrow
 from tests.support.trainers import quiet_trainer
 
 DTYPES = {"bfloat16": 2**-8, "float16": 2**-11}
