@@ -43,6 +43,7 @@ FIGURES = {
     "nll": "NLL of test data (nats)",
     "spread": "spread of κ",
     "efficiency": "weight efficiency",
+    "promised": "weight efficiency promised",
 }
 
 
