@@ -28,6 +28,7 @@ from tests.benchmarks.timing import measure_quietly
 LABELS = {"auto": "`AutoSampling`", WIDE: "the same, `prior_std=1`", "both": '`AutoSampling("both")`'}
 DIGITS = {"regret": 0, "distance to the posterior": 2, "seconds": 1}
 """Digits after the point where they are not one."""
+CHOSEN, AT_RANDOM = "mean error, BatchBALD", "mean error, random"
 Found = dict[str, dict[str, list[Figures]]]
 """By task and row: the figures of each seed."""
 
@@ -38,7 +39,7 @@ def kept(name: str, row: str, seed: int, task: Task, settings: Settings, root: P
     if file is not None and file.is_file():
         loaded: Figures = json.loads(file.read_text())
         return loaded
-    found = task(row, seed, settings, root)
+    found = {name: round(value, 4) for name, value in task(row, seed, settings, root).items()}
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found))
@@ -73,6 +74,11 @@ def rows_of(found: Found) -> list[list[str]]:
                 else:
                     cells.append(difference(own, reference, digits))
             table.append([task, figure, *cells])
+        if CHOSEN in by_row[ENSEMBLE][0]:
+            own = {row: [one.get(CHOSEN) for one in of] for row, of in by_row.items()}
+            at_random = {row: [one[AT_RANDOM] for one in of] for row, of in by_row.items()}
+            cells = [difference(own[row], at_random[row], 1) if None not in own[row] else "" for row in ROWS]
+            table.append([task, "BatchBALD less random, of each", *cells])
     return table
 
 
