@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_flag, check_positive, check_within
 from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState
 from lightning_sgmcmc.contour.partition import EnergyLaw, EnergyPartition, bin_index
+from lightning_sgmcmc.diagnostics.draws import chain_diagnostics
 
 LEAST_ENERGIES = 100
 """Energies below which their standard deviation is known to worse than 7 %, even if they are independent."""
@@ -22,6 +23,8 @@ SCANNED = 20
 """Numbers tried on the way to the largest that keeps a condition, which may hold again beyond it."""
 LIMIT = 4.0
 """κ is kept within 1 ± this many times its expected spread, which normal energies leave once in 16,000 steps."""
+KEPT_WITHIN, STANDARD_ERRORS = 0.1, 2.0
+"""The efficiency of exact weights holds to 0.1 if the energies' variance is two standard errors off."""
 DRIFTING = 1.0
 """The halves of a warm-up differ by more than this many standard deviations: the energies still fall."""
 
@@ -71,6 +74,8 @@ class ContourChoice:
         drift: change of the energies between the halves of the warm-up, in their standard deviations.
         prior_drift: change of the prior's energy between them, in nats; None if it is not known.
         data_std: standard deviation of the energies without the prior, in nats; None if it is not known.
+        independent: effective sample size of the energies.
+        zeta_of_law: ζ for the goals if the law were known exactly.
     """
 
     contour: Contour
@@ -85,6 +90,8 @@ class ContourChoice:
     drift: float
     prior_drift: float | None = None
     data_std: float | None = None
+    independent: float | None = None
+    zeta_of_law: float | None = None
 
     @property
     def sentence(self) -> str:
@@ -104,6 +111,11 @@ class ContourChoice:
         )
         if self.drift > DRIFTING:
             said += ". The energies still change: use a longer warm-up"
+        elif self.independent is not None and rules.zeta < 0.9 * (self.zeta_of_law or 0.0):
+            said += (
+                f". Their effective sample size of {self.independent:.0f} leaves their law uncertain, so zeta is not "
+                f"{self.zeta_of_law:.3g}, with which the weights could fail: use a longer warm-up for more"
+            )
         elif self.spread < 0.5 * self.goals.spread:
             said += ". The energies are too wide for more with exact weights" if self.goals.exact else ""
         return said
@@ -157,6 +169,8 @@ def choose_contour(
 
     ζ is the largest at which the spread of κ is at most the wanted one and the weights, exact ones, are at least as
     efficient as wanted (see `ContourGoals.exact`), for the shifted gamma law with the energies' first three moments.
+    Exact weights also keep their efficiency to 0.1 if the variance is two standard errors off, by the effective sample
+    size of the energies: π of too narrow a law pushes the chain to high energies, where samples have no weight.
     Bins of a quarter of their standard deviation cover 99 % of the flattened law. The prior's energy is left out if it
     changes, between the halves of the warm-up, by more than the standard deviation of the data's: then the bins would
     not hold.
@@ -194,10 +208,12 @@ def choose_contour(
             f"auto=True cannot choose from energies that are all {law.mean:.6g}: lengthen the warm-up, or pass "
             "first_edge and width"
         )
+    independent = _effective(energies)
     zeta = largest(lambda z: _expected(law, z, 1.0, temperature)[0] <= goals.spread, LARGEST_ZETA)
-    exponent = 1.0
+    exponent, of_law = 1.0, None
     if goals.exact:
         zeta = min(zeta, largest(lambda z: _expected(law, z, 1.0, temperature)[1] >= goals.efficiency, LARGEST_ZETA))
+        of_law, zeta = zeta, min(zeta, largest(lambda z: _is_kept(law, z, temperature, independent), LARGEST_ZETA))
     else:
         exponent = largest(lambda a: _expected(law, zeta, a, temperature)[1] >= goals.efficiency, 1.0)
     spread, efficiency = _expected(law, zeta, exponent, temperature)
@@ -214,6 +230,8 @@ def choose_contour(
         drift=_change(energies, known) / law.std,
         prior_drift=prior_drift,
         data_std=data_std,
+        independent=independent,
+        zeta_of_law=of_law,
     )
 
 
@@ -229,13 +247,31 @@ def _contour(law: EnergyLaw, zeta: float, exponent: float, spread: float | None 
     return Contour(partition, rules)
 
 
-def _expected(law: EnergyLaw, zeta: float, exponent: float, temperature: float) -> tuple[float, float]:
-    """Return the root mean square of κ - 1 and the weight efficiency of a chain that has learned the law's masses.
+def _is_kept(law: EnergyLaw, zeta: float, temperature: float, independent: float) -> bool:
+    """Return whether the weights are as efficient as promised, to 0.1, if the variance is a few standard errors off."""
+    error = STANDARD_ERRORS * math.sqrt((2 + 6 / law.shape) / independent)
+    promised = _expected(law, zeta, 1.0, temperature)[1]
+    others = (EnergyLaw(law.mean, law.std * (1 + error) ** half, law.shape) for half in (0.5, -0.5))
+    had = (_expected(law, zeta, 1.0, temperature, other)[1] for other in others)
+    return all(abs(one - promised) <= KEPT_WITHIN for one in had)
 
-    The chain's energies have the density p/Ψ^ζ, and weights are Ψ^{αζ}.
+
+def _effective(energies: Tensor) -> float:
+    """Return the effective sample size of energies (S, C), at least 1 and at most their number."""
+    complete = energies[~energies.isnan().any(1)]
+    found = chain_diagnostics(complete.T.numpy()).ess_bulk
+    return min(max(found, 1.0), float(complete.numel())) if math.isfinite(found) else 1.0
+
+
+def _expected(
+    law: EnergyLaw, zeta: float, exponent: float, temperature: float, truth: EnergyLaw | None = None
+) -> tuple[float, float]:
+    """Return the root mean square of κ - 1 and the weight efficiency of a chain whose π has the law's masses.
+
+    The chain's energies have the density p/Ψ^ζ, and weights are Ψ^{αζ}; p is the law, or the truth if that is another.
     """
     contour = _contour(law, zeta, exponent)
-    partition, (u, log_density) = contour.partition, law.points(zeta)
+    partition, (u, log_density) = contour.partition, (truth or law).points(zeta)
     log_masses = law.log_masses(partition)
     state = ContourState(log_masses, torch.ones_like(log_masses, dtype=torch.int64))
     location = contour.locate(state, u, temperature, partition.edges())

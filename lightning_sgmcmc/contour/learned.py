@@ -87,6 +87,7 @@ class LearnedContour:
             samples=self.shares.count,
             efficiency=self.shares.efficiency,
             largest_share=self.shares.largest,
+            promised=None if self.choice is None else self.choice.efficiency,
         )
 
     def as_json(self) -> dict[str, Any]:

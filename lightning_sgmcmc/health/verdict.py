@@ -27,6 +27,8 @@ LONGEST = 10.0
 LOST_SHARE = 0.25
 """A target has too many parameters for the data if its thermal energy is `HOT_SHARE` of the energy of chance, and its
 samples lose this share."""
+MISSED, LEAST_WEIGHED = 0.1, 50
+"""A contour's weights miss what was expected if their efficiency is lower by this, of so many samples at least."""
 LEAST_SHARE = 2e-3
 """A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
 SELDOM_ACCEPTED = 0.1
@@ -49,6 +51,7 @@ class ContourUse:
         samples: weighted samples, for each constant of the weights.
         efficiency: (Σw)²/(S·Σw²) of the samples' weights, None without samples.
         largest_share: share of the largest weight, None without samples.
+        promised: the efficiency that a choice from the warm-up expected, None without one.
     """
 
     spread: float
@@ -56,6 +59,7 @@ class ContourUse:
     samples: int = 0
     efficiency: float | None = None
     largest_share: float | None = None
+    promised: float | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,13 @@ def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
         )
         remedy = "take a smaller zeta (`auto=True` finds one), or a weight_exponent below 1"
         found.append(Finding(FindingKind.CONTOUR, sentence, "above", remedy=remedy))
+    elif use.samples >= LEAST_WEIGHED and use.efficiency is not None and use.efficiency < (use.promised or 0) - MISSED:
+        sentence = (
+            f"contour: the effective sample size is {100 * use.efficiency:.0f} % of the {use.samples} samples, where "
+            f"{100 * (use.promised or 0):.0f} % was expected, so the run's energies have another law than the warm-up's"
+        )
+        remedy = "use a longer warm-up (the schedule's burn-in), or a smaller spread and a larger efficiency as goals"
+        found.append(Finding(FindingKind.CONTOUR, sentence, "above", remedy=remedy, severity="note"))
     if use.steps >= LEAST_STEPS and use.spread < FLAT:
         worth = (
             ""

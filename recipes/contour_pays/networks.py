@@ -61,7 +61,7 @@ def fit(name: str, method: str, settings: Settings, seed: int) -> dict[str, floa
     figures = scores(name, collector.posterior, data)
     if module.contour is not None:
         use = module.contour.use()
-        figures |= {"spread": use.spread, "efficiency": float(use.efficiency or 0.0)}
+        figures |= {"spread": use.spread, "efficiency": use.efficiency or 0.0, "promised": use.promised or 0.0}
     return figures
 
 

@@ -1,5 +1,6 @@
 """ContourGradient(auto=True) under a trainer: what it chooses, writes down, restores, and what averages it gives."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytorch_lightning as pl
 import torch
 import yaml
 
-from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, ContourRules
+from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, ContourRules, UnderdampedLangevin
+from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import (
     AutoSampling,
     BayesianModelAverage,
@@ -19,10 +21,13 @@ from lightning_sgmcmc.callbacks import (
     RunSummary,
     SampleCollector,
     SamplingSchedule,
+    WarmStart,
 )
 from lightning_sgmcmc.contour import ContourGoals, choose_contour
 from lightning_sgmcmc.contour import callback as contour_gradient
+from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.health.findings import FindingKind
+from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from tests.support.contour_fits import SaveAt, fit
 from tests.support.problems import ConjugateRegression, Data, network
 from tests.support.trainers import quiet_trainer
@@ -108,7 +113,8 @@ def test_the_loop_over_chains_resumes_too_and_chooses_the_same_up_to_rounding(tm
     again, _ = run(tmp_path / "again", tmp_path / "90.ckpt", execution="loop")
     assert same(again, whole)
     zetas = [one.contour.contour.rules.zeta for one in (whole, vmapped)]  # type: ignore[union-attr]
-    assert zetas[0] == pytest.approx(zetas[1], rel=0.01)  # rounding, and the search stops early
+    # An effective sample size ends at a lag, which rounding can move.
+    assert zetas[0] == pytest.approx(zetas[1], rel=0.1)
 
 
 def test_the_choice_is_that_of_the_warm_ups_energies() -> None:
@@ -172,6 +178,41 @@ def test_a_contour_without_effect_is_a_note_of_the_run() -> None:
     notes = [one for one in module.health.findings if one.kind is FindingKind.CONTOUR]
     assert [(one.severity, one.side) for one in notes] == [("note", "below")]
     assert "the run is one without a contour" in notes[0].sentence
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    ("classification", 1, 0.05, 600),
+    pytest.param("classification", 2, 0.05, 600, marks=SLOW),
+    pytest.param("smallest", 0, 0.003, 1500, marks=SLOW),
+    pytest.param("regression", 1, 0.001, 1500, marks=SLOW),
+    pytest.param("regression", 2, 0.001, 1500, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("name", "seed", "lr", "steps"), CASES)
+def test_the_weights_are_as_efficient_as_promised_after_a_short_warm_up(
+    name: str, seed: int, lr: float, steps: int
+) -> None:
+    """Networks of recipe `contour_pays`, whose weights had 0.01 to 0.04 where 0.5 had been promised (0.93 on the
+    smallest): a warm-up of few independent energies does not know their law."""
+    network = NETWORKS[name]
+    torch.manual_seed(seed)
+    baoab = functools.partial(UnderdampedLangevin, friction=2.0, integrator="baoab")
+    module = network.module(sampler=baoab, lr=lr, num_chains=4, chain_execution="vmap", seed=seed)
+    schedule = SamplingSchedule(burn_in_steps=steps // 4, every_n_steps=max(1, 3 * steps // 4 // 200))
+    contour = ContourGradient(auto=True, interacting=True)
+    tensors = [torch.tensor(part) for part in (network.x, network.y)]
+    data = TensorBatches(*(part if part.dtype == torch.int64 else part.float() for part in tensors))
+    loader = ResumableLoader(data, batch_size=len(network.x), seed=seed)
+    callbacks = [WarmStart(lr=0.01, steps=200), schedule, contour, SampleCollector(in_memory=True)]
+    quiet_trainer(max_steps=steps + 200, callbacks=callbacks).fit(module, loader)
+    assert module.contour is not None
+    use, choice = module.contour.use(), module.contour.choice
+    assert choice is not None
+    assert use.promised == choice.efficiency
+    assert use.efficiency == pytest.approx(use.promised, abs=0.1)
+    assert f"effective sample size of {choice.independent:.0f} leaves their law uncertain" in choice.sentence
 
 
 @pytest.mark.slow

@@ -108,6 +108,34 @@ def test_the_prior_is_left_out_if_it_drifts_more_than_the_data_spread() -> None:
     assert "use a longer warm-up" in choose_contour(data - drifting).sentence
 
 
+@pytest.mark.parametrize("memory", [0.0, 0.9, 0.99])
+def test_few_independent_energies_allow_weights_that_hold_if_the_law_is_another(memory: float) -> None:
+    """Normal energies of AR(1) chains; efficiencies where their variance is r times that of π's law, by quadrature
+    without bins, which moves them by up to 0.04."""
+    noise = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0)).double()
+    rows = [noise[0]]
+    for row in noise[1:]:
+        rows.append(memory * rows[-1] + math.sqrt(1 - memory**2) * row)
+    choice = choose_contour(500 + 20 * torch.stack(rows), goals=ContourGoals(spread=5.0))
+    assert choice.independent is not None
+    assert choice.zeta_of_law is not None
+    assert choice.independent == pytest.approx(16_000 * (1 - memory) / (1 + memory), rel=0.4)  # that of AR(1)
+    zeta, partition = choice.contour.rules.zeta, choice.contour.partition
+    u = torch.linspace(-12, 12, 20_001).double()  # in standard deviations
+    low, high = ((edge - choice.law.mean) / choice.law.std for edge in (partition.first_edge, partition.last_edge))
+    log_pi = -u.clamp(low, high).square() / 2
+
+    def had(r: float) -> float:
+        drawn, weights = (-u.square() / (2 * r) - zeta * log_pi).softmax(0), (zeta * log_pi).exp()
+        return float((drawn * weights).sum().square() / (drawn * weights.square()).sum())
+
+    assert choice.efficiency == pytest.approx(had(1.0), abs=0.04)
+    lost = had(1.0) - had(1 + 2 * math.sqrt(2 / choice.independent))
+    assert (zeta == choice.zeta_of_law) == (memory == 0)
+    assert lost < 0.1 if memory == 0 else lost == pytest.approx(0.1, abs=0.04)
+    assert ("leaves their law uncertain" in choice.sentence) == (zeta < 0.9 * choice.zeta_of_law)
+
+
 def test_tempered_weights_are_an_option() -> None:
     choice = choose_contour(chi_square_energies(200), goals=ContourGoals(spread=0.6, exact=False))
     assert choice.spread == pytest.approx(0.6, rel=0.02)
@@ -138,6 +166,11 @@ def test_energies_that_do_not_say_are_refused() -> None:
         (ContourUse(0.01, 5000, 50, 0.999, 0.02), [("below", "note", "it does nothing")]),
         (ContourUse(0.4, 5000, 50, 0.02, 0.97), [("above", "problem", "97 % of the weight")]),
         (ContourUse(0.4, 5000, 9, 0.2, 0.97), []),
+        (
+            ContourUse(0.4, 5000, 60, 0.2, 0.05, 0.5),
+            [("above", "note", "20 % of the 60 samples, where 50 % was")],
+        ),
+        (ContourUse(0.4, 5000, 60, 0.45, 0.05, 0.5), []),
         (None, []),
     ],
 )

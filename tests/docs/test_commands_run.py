@@ -15,10 +15,12 @@ COMMANDS = (
     "tests.benchmarks.chain_health --scale 0.001",
     "tests.benchmarks.chains --rounds 1 --steps 4",
     "tests.benchmarks.contour_step --rounds 1 --scale 0.01",
+    "tests.benchmarks.frequency --data 1 --repeats 1",
     "tests.benchmarks.learning_coefficient --steps 20 --sizes 1",
     "tests.benchmarks.predict --rounds 1 --samples 2",
     "tests.benchmarks.readme_picture --out OUT/readme.png --epochs 10",
     "tests.benchmarks.sampler_step --rounds 1",
+    "tests.benchmarks.temperature_one --tasks 'network 2-10-3' --seeds 2 --out OUT/found.json",
     "tests.benchmarks.window_weights --only 'digits MLP, 160' --seeds 1",
     "tests.benchmarks.trainer_step --networks 'MLP 784-400' --samplers SGHMC --chains 1",
 )
