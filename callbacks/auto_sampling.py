@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
@@ -42,7 +43,7 @@ from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
-from lightning_sgmcmc.namespace import pl, rank_zero_info
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -58,6 +59,9 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
+DECAY, HOT_DECAY = 0.025, 0.06
+"""Largest weight decay 1/(N·σ²) of a prior at the start, and of one at temperature 1: with more, few data do not move
+the weights away from 0."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 WEIGHTS = "windows of the last draws, then stacking"
@@ -101,7 +105,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             the trainer's max_epochs or max_steps.
         num_draws: number of draws of each chain, in both parts together.
         warm_up: share of the run that optimizes.
-        prior_std: σ at the start; None is 0.3, in regression 0.35, and 0.2 for "ood".
+        prior_std: σ at the start; None is 0.3, in regression 0.35, and 0.2 for "ood", or 1/√(0.025·N) where that is
+            more (below some 400 data; for temperature 1 it is 1/√(0.06·N)), up to 1.
         temperature: τ; None is that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
@@ -151,6 +156,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.prior_scales = prior_scales
         self._given = (temperature, prior_std)
         self._start_std = 0.0
+        self._num_data: int | None = None
         self._budget = RunBudget(budget)
         self.reset()
 
@@ -180,11 +186,19 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature
+        self._num_data = _num_data_of(trainer, module)
+        std = self._suiting(std, HOT_DECAY if self.objective == "ood" else DECAY)
         self.prior_std = self._start_std = std if given_std is None else given_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
         if isinstance(module.prior, HierarchicalPrior):
             module.chains.claims.claim("draw scales", self, self._set_scale)
+
+    def _suiting(self, std: float, decay: float) -> float:
+        """Return σ, or a larger one for few data: the prior's share of the mean loss, |θ|²/(2·N·σ²), has a limit."""
+        if self._num_data is None:
+            return std
+        return max(std, min(1.0, float(f"{(decay * self._num_data) ** -0.5:.3g}")))
 
     def _prior(self, module: ChainModel) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""
@@ -212,6 +226,14 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 f"prior_scales has the scales of {len(self.prior_scales)} chains, and the run has {chains}: pass "
                 "[step, std] pairs for each, or omit it"
             )
+        if self._num_data is None and self._given[1] is None:
+            self._num_data, std = self.run.sampler.num_data, self._start_std
+            wanted = self._suiting(std, HOT_DECAY if self.objective == "ood" else DECAY)
+            if wanted > std:
+                rank_zero_warn(
+                    f"AutoSampling: the prior std {std:g} is narrow for {self._num_data} training data: pass "
+                    f"AutoSampling(prior_std={wanted:g}), or num_data=… to the module, which chooses it"
+                )
         loaders = validation_loaders(trainer)
         if not loaders and not is_trial(trainer):
             raise ValueError(
@@ -299,7 +321,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._adapt(module, sample, target)
         ends = self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch
         if ends and self.prior_scales is None and isinstance(module.prior, HierarchicalPrior):
-            self._choose(module, sample, HOT_STD)
+            self._choose(module, sample, self._suiting(HOT_STD, HOT_DECAY))
 
     def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
         """Set the prior's scale of a chain after a block of draws."""
@@ -425,6 +447,14 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "chosen": dict(self.chosen),
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }
+
+
+def _num_data_of(trainer: pl.Trainer, module: ChainModel) -> int | None:
+    """Return N; None where data are the module's own, which its `setup` makes only later."""
+    source = trainer.fit_loop._data_source
+    if isinstance(source.instance, pl.LightningModule) and module.replaces("setup"):
+        return module.given_num_data
+    return resolve_num_data(module.given_num_data, trainer, type(module).__name__)[0]
 
 
 class RunBudget:

@@ -216,7 +216,7 @@ def test_chains_have_scales_of_their_own() -> None:
 def test_objective_ood_keeps_the_prior_and_even_weights() -> None:
     auto = AutoSampling(objective="ood", num_draws=20)
     module = fit(auto)
-    assert auto.chosen == {0: [(0, 0.2)]}
+    assert auto.chosen == {0: [(0, 0.456)]}  # of 80 data
     assert module.posterior is not None
     assert module.posterior.weight_efficiency == pytest.approx(1)
     assert module.sampler.param_groups[0]["temperature"] == 1.0
@@ -234,7 +234,7 @@ def test_a_learned_noise_scale_has_a_prior_of_its_own() -> None:
     assert module.posterior is not None
     scales = module.posterior[-1].scales
     assert float(scales["likelihood.log_std"]) == pytest.approx(3.0)
-    assert float(scales["net.weight"]) == pytest.approx(0.35)
+    assert float(scales["net.weight"]) == pytest.approx(0.816)  # of 60 data
 
 
 # -- both objectives --------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_each_uncertainty_is_of_its_own_samples(both: Path) -> None:
     assert [len(posterior), len(posterior.novelty)] == [2 * 15, 2 * 5]
     assert posterior[-1].step < posterior.novelty[0].step
     assert posterior.novelty.weight_efficiency == pytest.approx(1)
-    assert [float(s.scales["net.0.weight"]) for s in posterior.novelty] == [pytest.approx(0.2)] * 10
+    assert [float(s.scales["net.0.weight"]) for s in posterior.novelty] == [pytest.approx(0.456)] * 10
     found = posterior.predict(x, return_samples=True)
     each = posterior.novelty.predict(x, return_samples=True).sample_probabilities
     expected = torch.einsum("s,snk->nk", posterior.weights, found.sample_probabilities.double())
@@ -458,3 +458,59 @@ def test_it_combines_with_the_model_average(tmp_path: Path) -> None:
     assert module.posterior is not None
     probabilities: Tensor = module.posterior.predict(x).probabilities
     assert result["test/bma_nll"] == pytest.approx(-float(probabilities.gather(1, y[:, None]).log().mean()), rel=1e-4)
+
+
+class OwnData(BayesianModule):
+    """A module that makes its data in `setup`."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.loaders = loaders(0.0)
+
+    def train_dataloader(self) -> Any:
+        return self.loaders[0]
+
+    def val_dataloader(self) -> Any:
+        return self.loaders[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "std"),
+    [
+        (24, {}, 1.0),
+        (80, {}, 0.707),  # 1/sqrt(0.025·80)
+        (80, {"objective": "ood"}, 0.456),  # 1/sqrt(0.06·80)
+        (80, {"prior_std": 0.3}, 0.3),
+        (500, {}, 0.3),
+    ],
+)
+def test_the_prior_is_wider_for_few_data(count: int, options: dict[str, Any], std: float) -> None:
+    """The weight decay 1/(N·σ²) has a limit, with which few data still move the weights away from 0."""
+    auto, module = AutoSampling(num_draws=2, **options), classifier()
+    data = DataLoader(labels(0.0, count, 1), 20), DataLoader(labels(0.0, 50, 2), 50)
+    quiet_trainer(max_steps=10, callbacks=[auto]).fit(module, *data)
+    assert auto.prior_std == std
+    assert f"std={std}" in repr(module.prior)
+
+
+def test_few_labels_are_learned() -> None:
+    """With the prior of many data the network stays at chance: an accuracy near 0.5."""
+    train, known = labels(0.0, 40, 1), labels(0.0, 400, 2)
+    for options, learns in (({}, True), ({"prior_std": 0.1}, False)):
+        module = classifier()
+        callbacks = [AutoSampling(num_draws=10, **options), SampleCollector(in_memory=True)]
+        trainer = quiet_trainer(max_steps=300, callbacks=callbacks)
+        trainer.fit(module, DataLoader(train, 20, shuffle=True), DataLoader(labels(0.0, 40, 3), 40))
+        assert module.posterior is not None
+        nll = module.posterior.evaluate([known.tensors]).bma["nll"]
+        assert (nll < 0.62) == learns, nll
+
+
+def test_data_that_a_module_makes_later_are_asked_for() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
+    with pytest.warns(UserWarning, match=r"prior std 0\.3 is narrow for 80 .*prior_std=0\.707"):
+        quiet_trainer(max_steps=10, callbacks=[AutoSampling(num_draws=2)]).fit(OwnData(net, Categorical()))
+    auto = AutoSampling(num_draws=2)
+    quiet_trainer(max_steps=10, callbacks=[auto]).fit(OwnData(net, Categorical(), num_data=80))
+    assert auto.prior_std == 0.707
