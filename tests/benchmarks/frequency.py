@@ -94,7 +94,7 @@ def draws(target: Wave, method: str, repeats: int, seed: int) -> tuple[Tensor, T
         if method == "contour, auto":
             choice = choose_contour(energies)
             contour, first = choice.contour, choice.initial_state(energies)
-            state = ContourState(*(part.expand(repeats, -1) for part in first))
+            state = ContourState(*(part.expand(repeats, -1) for part in first)) if repeats > 1 else first
             print(f"  {choice.sentence}")
         else:
             rules = ContourRules(0.75, scheme="original")
