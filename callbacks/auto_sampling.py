@@ -59,9 +59,9 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
-DECAY, HOT_DECAY = 0.025, 0.06
-"""Largest weight decay 1/(N·σ²) of a prior at the start, and of one at temperature 1: with more, few data do not move
-the weights away from 0."""
+LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
+"""Largest weight decay 1/(N·σ²) at the start, with more of which few data do not move the weights away from 0, and the
+largest σ that this gives; the same at temperature 1."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 WEIGHTS = "windows of the last draws, then stacking"
@@ -106,7 +106,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         num_draws: number of draws of each chain, in both parts together.
         warm_up: share of the run that optimizes.
         prior_std: σ at the start; None is 0.3, in regression 0.35, and 0.2 for "ood", or 1/√(0.025·N) where that is
-            more (below some 400 data; for temperature 1 it is 1/√(0.06·N)), up to 1.
+            more (below some 400 data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35.
         temperature: τ; None is that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
@@ -187,18 +187,19 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature
         self._num_data = _num_data_of(trainer, module)
-        std = self._suiting(std, HOT_DECAY if self.objective == "ood" else DECAY)
+        std = self._suiting(std, self.objective == "ood")
         self.prior_std = self._start_std = std if given_std is None else given_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
         if isinstance(module.prior, HierarchicalPrior):
             module.chains.claims.claim("draw scales", self, self._set_scale)
 
-    def _suiting(self, std: float, decay: float) -> float:
+    def _suiting(self, std: float, is_hot: bool) -> float:
         """Return σ, or a larger one for few data: the prior's share of the mean loss, |θ|²/(2·N·σ²), has a limit."""
         if self._num_data is None:
             return std
-        return max(std, min(1.0, float(f"{(decay * self._num_data) ** -0.5:.3g}")))
+        decay, most = HOT_LIMITS if is_hot else LIMITS
+        return max(std, min(most, float(f"{(decay * self._num_data) ** -0.5:.3g}")))
 
     def _prior(self, module: ChainModel) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""
@@ -228,7 +229,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             )
         if self._num_data is None and self._given[1] is None:
             self._num_data, std = self.run.sampler.num_data, self._start_std
-            wanted = self._suiting(std, HOT_DECAY if self.objective == "ood" else DECAY)
+            wanted = self._suiting(std, self.objective == "ood")
             if wanted > std:
                 rank_zero_warn(
                     f"AutoSampling: the prior std {std:g} is narrow for {self._num_data} training data: pass "
@@ -321,7 +322,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._adapt(module, sample, target)
         ends = self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch
         if ends and self.prior_scales is None and isinstance(module.prior, HierarchicalPrior):
-            self._choose(module, sample, self._suiting(HOT_STD, HOT_DECAY))
+            self._choose(module, sample, self._suiting(HOT_STD, True))
 
     def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
         """Set the prior's scale of a chain after a block of draws."""

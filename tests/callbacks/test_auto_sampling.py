@@ -216,7 +216,7 @@ def test_chains_have_scales_of_their_own() -> None:
 def test_objective_ood_keeps_the_prior_and_even_weights() -> None:
     auto = AutoSampling(objective="ood", num_draws=20)
     module = fit(auto)
-    assert auto.chosen == {0: [(0, 0.456)]}  # of 80 data
+    assert auto.chosen == {0: [(0, 0.35)]}  # of 80 data
     assert module.posterior is not None
     assert module.posterior.weight_efficiency == pytest.approx(1)
     assert module.sampler.param_groups[0]["temperature"] == 1.0
@@ -259,7 +259,7 @@ def test_each_uncertainty_is_of_its_own_samples(both: Path) -> None:
     assert [len(posterior), len(posterior.novelty)] == [2 * 15, 2 * 5]
     assert posterior[-1].step < posterior.novelty[0].step
     assert posterior.novelty.weight_efficiency == pytest.approx(1)
-    assert [float(s.scales["net.0.weight"]) for s in posterior.novelty] == [pytest.approx(0.456)] * 10
+    assert [float(s.scales["net.0.weight"]) for s in posterior.novelty] == [pytest.approx(0.35)] * 10
     found = posterior.predict(x, return_samples=True)
     each = posterior.novelty.predict(x, return_samples=True).sample_probabilities
     expected = torch.einsum("s,snk->nk", posterior.weights, found.sample_probabilities.double())
@@ -479,7 +479,8 @@ class OwnData(BayesianModule):
     [
         (24, {}, 1.0),
         (80, {}, 0.707),  # 1/sqrt(0.025·80)
-        (80, {"objective": "ood"}, 0.456),  # 1/sqrt(0.06·80)
+        (200, {"objective": "ood"}, 0.289),  # 1/sqrt(0.06·200)
+        (24, {"objective": "ood"}, 0.35),
         (80, {"prior_std": 0.3}, 0.3),
         (500, {}, 0.3),
     ],
