@@ -32,7 +32,7 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.datamodules import DatasetDataModule, MushroomDataModule, Split
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
 from lightning_sgmcmc.namespace import pl
-from lightning_sgmcmc.posterior.selective import Score, uncertainty_of
+from lightning_sgmcmc.posterior.guarantees import Score, uncertainty_of
 from lightning_sgmcmc.recipes.equal_cost.methods import METHODS, Fit
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
