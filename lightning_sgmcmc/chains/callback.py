@@ -172,6 +172,11 @@ class RunCallback(pl.Callback):
         """Mean acceptance probability of each chain of this process, if it tests trajectories; None before a test."""
         return None
 
+    @property
+    def has_moved_prior(self) -> bool:
+        """Whether it gave the prior several scales in this run, so that energies have several constants."""
+        return False
+
     def sampled_chains(self, total: int) -> SampledChains | None:
         """Return the chains that draw samples if it changes their number, of this total of the run, None otherwise."""
         return None
