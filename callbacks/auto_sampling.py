@@ -251,6 +251,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @property
+    def has_length(self) -> bool:
+        return not self._budget.is_timing
+
+    @property
     def first_sample(self) -> int:
         return self.laid_out.draw_steps[0]
 

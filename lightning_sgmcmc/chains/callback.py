@@ -39,6 +39,10 @@ class Place(IntEnum):
 class PlannedSchedule(Protocol):
     """The part of a schedule that a plan of the run needs; see `lightning_sgmcmc.callbacks.schedule.Schedule`."""
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the run's length is known; a time of the run gives it in the first steps."""
+
     def apply(self, step: int, module: ChainModel, sampler: Any) -> None:
         """Set the controls for step k on a sampler's parameter groups."""
 

@@ -266,7 +266,7 @@ class Safeguards(RunCallback):
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
         is_ready = self._blocks is None or self._blocks.is_ready
         if self._planner.is_timing and is_ready and self._sampler is not None:
-            self._planner.after_step(chain_model(pl_module), self._sampler.step_count)
+            self._planner.after_step(trainer, chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
 
     def acts_in(self, step: int) -> bool:

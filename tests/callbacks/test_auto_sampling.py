@@ -425,8 +425,12 @@ def test_the_last_part_of_both_samples_at_temperature_1() -> None:
 def test_a_budget_sets_the_number_of_steps() -> None:
     auto = AutoSampling(num_draws=5, budget="1s")
     collector = SampleCollector(in_memory=True)
-    trainer = quiet_trainer(max_epochs=10_000, callbacks=[auto, collector])
-    trainer.fit(classifier(), *loaders(0.1))
+    trainer, module = quiet_trainer(max_epochs=10_000, callbacks=[auto, collector]), classifier()
+    trainer.fit(module, *loaders(0.1))
+    assert module.plan is not None
+    assert module.plan.steps == trainer.global_step, "planned when the length was known"
+    assert module.plan.seconds is not None
+    assert module.plan.seconds < 10
     assert collector.posterior is not None
     assert len(collector.posterior) == 5
     assert collector.posterior[-1].step == trainer.global_step < 40_000
