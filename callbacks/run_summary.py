@@ -191,11 +191,11 @@ def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
 
 
 def _claim(trainer: pl.Trainer, module: ChainModel) -> tuple[HealthReport | None, Claim]:
-    """Return the run's health report, that in the folder of its samples if another process made it, and its claim."""
+    """Return the run's health report, of another process that with or beside its samples, and its claim."""
     health = module.health
     store = getattr(module.posterior, "store", None)
     if health is None and isinstance(store, DiskStore):
-        health = read_health(store.path.parent)
+        health = read_health(store.path) or read_health(store.path.parent)
     baseline = baseline_of(trainer)
     if baseline is not None:
         return health, Claim(baseline, "its networks come from an optimization (temperature 0)", is_optimized=True)

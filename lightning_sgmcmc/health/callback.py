@@ -21,6 +21,7 @@ from lightning_sgmcmc.health.held_out import with_held_out
 from lightning_sgmcmc.health.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 
@@ -247,6 +248,9 @@ class ChainHealth(StepClaimant):
         if trainer.is_global_zero and self.warn and not is_trial(trainer):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / HEALTH, content.encode())
+            store = None if self.run.module.posterior is None else self.run.module.posterior.store
+            if isinstance(store, DiskStore) and store.path.parent != self._folder:  # samples of a folder of their own
+                write_output(store.path / HEALTH, content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:

@@ -94,6 +94,10 @@ def test_a_finished_run_that_is_resumed_says_so_and_reports_nothing(capsys: pyte
     assert capsys.readouterr().out == ""
     assert results() == before
     assert torch.equal(Posterior.load("samples").weights, weights)
+    # The samples' folder is not in the run's, and has the report of health for another process.
+    again = quiet_trainer(callbacks=[SampleCollector("samples"), BayesianModelAverage(), RunSummary()])
+    again.test(classifier(), loaders()[1], verbose=False)
+    assert "no ChainHealth" not in results()["sentences"]["sampled"]
 
 
 def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixture[str]) -> None:
