@@ -192,5 +192,5 @@ def _newest(evaluation: Evaluation) -> Finding | None:
     share = float(normalised_weights(torch.tensor(evaluation.log_weights))[torch.tensor(newest)].sum())
     if share < NEARLY_ALL:
         return None
-    sentence = f"trend: the newest {sum(newest)} of the {len(steps)} samples have {share:.0%} of the weight"
+    sentence = f"trend: the newest {sum(newest)} of the {len(steps)} samples have {share:.1%} of the weight"
     return Finding(FindingKind.TREND, sentence, "below", remedy="train longer", severity="note")
