@@ -23,7 +23,7 @@ from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, draw_samples, on_cpu
 from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, epoch_length
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import instances_of, is_trial
+from lightning_sgmcmc.chains.trainer import instances_of, is_trial, run_folder
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -37,8 +37,8 @@ from lightning_sgmcmc.evaluation.scoring import (
     scores_on,
     states_on,
 )
-from lightning_sgmcmc.files import write_atomically
-from lightning_sgmcmc.fit.results import CHOICES
+from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.fit.results import CHOICES, shown_path
 from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
@@ -92,9 +92,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
-    centre 0 stays as it is. It writes `auto.yaml` beside the samples' folder: this callback with the scales that it
-    chose as `prior_scales`, which repeats them. At the default objective the draws are of a cold ensemble, not of the
-    posterior.
+    centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
+    `summary.txt`: this callback with the scales that it chose as `prior_scales`, which repeats them. At the default
+    objective the draws are of a cold ensemble, not of the posterior.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling out-of-distribution
@@ -254,6 +254,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "for the mutual information."
         )
 
+    def _missed(self, total: int) -> str:
+        return f"its last step, {total}, and the newest draws, at the smallest step sizes,"
+
     def remedy(self, kind: str, side: str | None) -> str | None:
         """Name this callback's own arguments: its user passes neither a sampler nor a step size to the module."""
         if kind == FindingKind.PRECONDITIONER.value:
@@ -264,7 +267,15 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return f"use a smaller step size: AutoSampling(lr={self.lr / 2:g})"
         return None
 
+    @property
+    def has_moved_prior(self) -> bool:
+        return any(len({std for _, std in chain}) > 1 for chain in self.chosen.values())
+
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_length(self) -> bool:
+        return not self._budget.is_timing
 
     @property
     def first_sample(self) -> int:
@@ -372,8 +383,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 posterior.keep_novelty(self._hot)
             trainer.strategy.barrier("the samples for novelty are written")
             posterior.find_novelty()
+        folder = run_folder(trainer) if isinstance(posterior.store, DiskStore) else None  # all ranks take part
         if trainer.is_global_zero:
-            folder = posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None
             self._write_choices(folder, isinstance(module.prior, HierarchicalPrior), posterior)
 
     def _weigh(self, trainer: pl.Trainer, module: ChainModel, posterior: Posterior) -> None:
@@ -408,11 +419,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
     def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
-        """Write the callback that repeats this run beside its samples, and say what it chose."""
+        """Write the callback that repeats this run to the run's folder, and say what it chose."""
         where = "."
         if folder is not None:
-            write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
-            where = f"; {CHOICES} in the run's folder repeats these choices."
+            write_output(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
+            where = f"; {shown_path(folder / CHOICES)} repeats these choices."
         end = self.run.chains.progress.warm_steps + self.laid_out.switch  # where the scale becomes that for novelty
         last = [[std for step, std in self.chosen[chain] if step < end] for chain in sorted(self.chosen)]
         final = ", ".join(f"{stds[-1]:.3g}" for stds in last)

@@ -85,13 +85,19 @@ class RunSummary(SamplerCallback):
         self._ended: _Ended | None = None
         self._seconds = 0.0
         self._start = time.monotonic()
+        self._has_trained = False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._has_trained = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start = time.monotonic()
+        self._start, self._has_trained = time.monotonic(), True
         if trainer.is_global_zero:
             origin_of_run()  # before files change
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._has_trained:  # a finished run: what a checkpoint has is of before the end, as without the weights
+            return
         self._seconds = time.monotonic() - self._start
         self._finish(trainer, sampling_module(pl_module, self), "val")
 
@@ -191,11 +197,11 @@ def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
 
 
 def _claim(trainer: pl.Trainer, module: ChainModel) -> tuple[HealthReport | None, Claim]:
-    """Return the run's health report, that in the folder of its samples if another process made it, and its claim."""
+    """Return the run's health report, of another process that with or beside its samples, and its claim."""
     health = module.health
     store = getattr(module.posterior, "store", None)
     if health is None and isinstance(store, DiskStore):
-        health = read_health(store.path.parent)
+        health = read_health(store.path) or read_health(store.path.parent)
     baseline = baseline_of(trainer)
     if baseline is not None:
         return health, Claim(baseline, "its networks come from an optimization (temperature 0)", is_optimized=True)

@@ -202,7 +202,8 @@ class WholeRunSchedule(Schedule, Generic[Plan]):
         total = int(fit_steps(trainer))
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, EarlyStopping | Timer)), None)
         if ender is not None:
-            rank_zero_warn(f"{type(ender).__name__} may end the run before {self._missed(total)} would be missing.")
+            name = type(ender).__name__
+            rank_zero_warn(f"{name} may end the run before {self._missed(total)} would be missing: omit {name}.")
         if self.total_steps not in (None, total):
             planned, ends = self._planned_and_ends()
             rank_zero_warn(

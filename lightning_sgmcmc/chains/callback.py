@@ -39,6 +39,10 @@ class Place(IntEnum):
 class PlannedSchedule(Protocol):
     """The part of a schedule that a plan of the run needs; see `lightning_sgmcmc.callbacks.schedule.Schedule`."""
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the run's length is known; a time of the run gives it in the first steps."""
+
     def apply(self, step: int, module: ChainModel, sampler: Any) -> None:
         """Set the controls for step k on a sampler's parameter groups."""
 
@@ -171,6 +175,11 @@ class RunCallback(pl.Callback):
     def acceptance_rate(self) -> Tensor | None:
         """Mean acceptance probability of each chain of this process, if it tests trajectories; None before a test."""
         return None
+
+    @property
+    def has_moved_prior(self) -> bool:
+        """Whether it gave the prior several scales in this run, so that energies have several constants."""
+        return False
 
     def sampled_chains(self, total: int) -> SampledChains | None:
         """Return the chains that draw samples if it changes their number, of this total of the run, None otherwise."""

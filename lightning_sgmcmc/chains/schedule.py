@@ -114,6 +114,11 @@ class Schedule(SamplerCallback):
         return 1
 
     @property
+    def has_length(self) -> bool:
+        """Whether the run's length is known; a time of the run gives it in the first steps."""
+        return True
+
+    @property
     def first_sample(self) -> int:
         """The step after which the first sample is drawn, once the schedule is laid out."""
         raise NotImplementedError

@@ -448,7 +448,7 @@ class Interruption:
             return
         path = os.path.join(folder, FILE_NAME)
         try:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)  # without it Lightning prints a line
         except (OSError, NonFiniteEnergyError) as error:
             rank_zero_warn(f"The state at step {trainer.global_step} was not saved: {error}")
             return

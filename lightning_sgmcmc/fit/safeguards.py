@@ -163,12 +163,13 @@ class Safeguards(RunCallback):
         self._shown: dict[str, Any] | None = None
         """What a checkpoint's batches have shown of their weights."""
         self._scales: PriorScales | None = None
-        self._resumes = False
+        self._resumes = self._has_trained = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
         if stage == "fit":
             self.samples, self._guard, self._counters, self._shown = 0, None, Counters(), None
+            self._has_trained = False
             check_run(trainer, pl_module)
             self._shapes = set()
             self._pulse, self._pulse.busy = chains_of(pl_module).pulse, True
@@ -188,7 +189,15 @@ class Safeguards(RunCallback):
                 "makes no step and the last fit's samples stay: raise trainer.fit_loop.max_epochs, or make a Trainer."
             )
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path and not self._has_trained:
+            rank_zero_warn(
+                f"The checkpoint's run has made its {trainer.global_step} steps in {trainer.current_epoch} epochs, so "
+                "the fit makes no step and reports nothing: its samples and its summary.txt stay as they are."
+            )
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._has_trained = True
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
@@ -257,7 +266,7 @@ class Safeguards(RunCallback):
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
         is_ready = self._blocks is None or self._blocks.is_ready
         if self._planner.is_timing and is_ready and self._sampler is not None:
-            self._planner.after_step(chain_model(pl_module), self._sampler.step_count)
+            self._planner.after_step(trainer, chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
 
     def acts_in(self, step: int) -> bool:

@@ -69,7 +69,7 @@ def assess(
         gradient_noise_share={
             name: 0.0 if facts.is_full_batch else estimates.noise_share(i) for i, name in enumerate(observations.names)
         },
-        energy=estimates.energy(),
+        energy=replace(estimates.energy(), expected=None) if facts.has_moved_prior else estimates.energy(),
         verdict="ok" if is_long and max(widths) < 2 * tolerance else "unknown",
     )
     if is_long:
@@ -186,9 +186,9 @@ class _Findings:
         return Finding(FindingKind.GRADIENT_NOISE, sentence, "above", tensor, self._quieter())
 
     def _energy(self) -> Finding | None:
-        drift = self._estimates.drift()
-        if drift == 0 or self._facts.is_cyclical or self._facts.is_flattened:
-            return None  # cycles start anew, and a flat histogram of energies is a walk through them
+        drift, facts = self._estimates.drift(), self._facts
+        if drift == 0 or facts.is_cyclical or facts.is_flattened or facts.has_moved_prior:
+            return None  # cycles start anew, a flat histogram of energies is a walk, a moved prior moves its constant
         first, second = self._estimates.energy_halves()
         side: Side = "below" if drift < 0 else "above"
         sentence = (

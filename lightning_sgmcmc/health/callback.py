@@ -21,6 +21,7 @@ from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.health.held_out import with_held_out
 from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 
@@ -225,7 +226,8 @@ class ChainHealth(StepClaimant):
         evaluation = module.evaluations.get("val") if is_final else None
         rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
         accepted = None if has_diverged or rates is None else float(of_chains(rates.mean().reshape(1)))
-        facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted)
+        moved = any(callback.has_moved_prior for callback in declared(trainer))
+        facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted, moved)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         report = report.with_divergence() if has_diverged else report
         report = with_held_out(report, evaluation, facts.baseline is None and facts.temperature != 0)
@@ -246,6 +248,9 @@ class ChainHealth(StepClaimant):
         if trainer.is_global_zero and self.warn and not is_trial(trainer):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / HEALTH, content.encode())
+            store = None if self.run.module.posterior is None else self.run.module.posterior.store
+            if isinstance(store, DiskStore) and store.path.parent != self._folder:  # samples of a folder of their own
+                write_output(store.path / HEALTH, content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:

@@ -24,7 +24,12 @@ FEWEST_DRAWS = 20
 
 
 def facts_of(
-    module: ChainModel, sampler: Sampler, evaluation: Evaluation | None, is_optimization: bool, acceptance: float | None
+    module: ChainModel,
+    sampler: Sampler,
+    evaluation: Evaluation | None,
+    is_optimization: bool,
+    acceptance: float | None,
+    has_moved_prior: bool,
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps."""
     chains, plan, contour = module.chains, module.plan, module.contour
@@ -49,6 +54,7 @@ def facts_of(
         is_full_batch=0 < (seen.num_data or 0) <= seen_at_once and not drops_out,
         adapting=type(sampler).__name__ if adapts else None,
         acceptance=acceptance,
+        has_moved_prior=has_moved_prior,
     )
 
 

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.diagnostics.scores import calibration_error_by_chance
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.health.findings import HEATING, Finding, FindingKind, Side, ranked
@@ -21,6 +23,8 @@ CERTAIN = 2.0
 """Standard errors by which each quarter of the samples is better than the one before, where later ones are better."""
 FALL = 1 / 3
 """Share by which the NLL falls there from the second quarter to the last; a step size that falls explains less."""
+NEWEST, NEARLY_ALL = 1 / 8, 0.95
+"""Share of the steps with samples, the last ones, and the weight of its samples that says that the others are worse."""
 REPLACED = (FindingKind.GUESSING, FindingKind.CALIBRATION)
 CALIBRATE = "calibrate the predictions on validation data, `posterior.calibrate(data)`"
 
@@ -92,7 +96,8 @@ def held_out_findings(evaluation: Evaluation | None, is_sampled: bool = True) ->
         return ()
     found = [_guessing(evaluation), _majority(evaluation), _calibration(calibration_of(evaluation))]
     if is_sampled:
-        found.append(_trend([member["nll"] for member in evaluation.members if "nll" in member]))
+        trend = _trend([member["nll"] for member in evaluation.members if "nll" in member])
+        found.append(_newest(evaluation) if trend is None else trend)
     return ranked(found)
 
 
@@ -170,4 +175,19 @@ def _trend(nll: Sequence[float]) -> Finding | None:
         f"trend: later samples are better (their mean NLL is {means[3]:.3g} in the last quarter of the run, "
         f"{means[1]:.3g} in the second)"
     )
+    return Finding(FindingKind.TREND, sentence, "below", remedy="train longer", severity="note")
+
+
+def _newest(evaluation: Evaluation) -> Finding | None:
+    """Return the finding of weights that leave the newest samples only, as those of a network still in training do."""
+    steps = [int(member["step"]) for member in evaluation.members]
+    drawn = sorted(set(steps))
+    if evaluation.weight_efficiency is None or not evaluation.comparable or len(drawn) * NEWEST < QUARTER:
+        return None
+    first = drawn[-round(len(drawn) * NEWEST)]
+    newest = [step >= first for step in steps]
+    share = float(normalised_weights(torch.tensor(evaluation.log_weights))[torch.tensor(newest)].sum())
+    if share < NEARLY_ALL:
+        return None
+    sentence = f"trend: the newest {sum(newest)} of the {len(steps)} samples have {share:.1%} of the weight"
     return Finding(FindingKind.TREND, sentence, "below", remedy="train longer", severity="note")

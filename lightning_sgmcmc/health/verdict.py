@@ -100,6 +100,8 @@ class RunFacts:
         adapting: the sampler whose preconditioner adapts while samples are drawn, None without.
         acceptance: mean acceptance probability of a `MetropolisTest`, None without. The test makes the law exact, so
             no excess variance or clipping of the steps is a finding.
+        has_moved_prior: whether the prior had several scales in the run. Energies have the prior's constant, so those
+            of several scales are not compared.
     """
 
     temperature: float | None = None
@@ -119,6 +121,7 @@ class RunFacts:
     is_full_batch: bool = False
     adapting: str | None = None
     acceptance: float | None = None
+    has_moved_prior: bool = False
 
     @property
     def is_flattened(self) -> bool:

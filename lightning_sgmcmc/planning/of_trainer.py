@@ -134,9 +134,13 @@ WORTH_SAYING = 60.0
 """Seconds of a run from which its duration is printed."""
 
 
+def _schedule(trainer: pl.Trainer) -> PlannedSchedule | None:
+    return next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
+
+
 def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
     """Return the plan of a fit that is about to begin; None without a schedule or in a trial."""
-    schedule = next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
+    schedule = _schedule(trainer)
     if schedule is None or is_trial(trainer):
         return None
     chains, sampler = module.chains, sampler_of(module)
@@ -350,11 +354,16 @@ class Planner:
 
     def __init__(self) -> None:
         self._begun: tuple[int, float] | None = None
+        self._later: PlannedSchedule | None = None
         self.is_timing = False
 
     def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Set `module.plan`, and print it on rank 0; an error warns, since a run that works must not stop for it."""
-        self._begun = None
+        schedule = _schedule(trainer)
+        if schedule is not None and not schedule.has_length:
+            module.plan, self._later, self.is_timing = None, schedule, True
+            return
+        self._begun = self._later = None
         try:
             plan = plan_of(trainer, module)
         except Exception as error:
@@ -369,9 +378,12 @@ class Planner:
         for sentence in plan.warnings:
             rank_zero_warn(f"RunPlan: {sentence}.")
 
-    def after_step(self, module: ChainModel, step: int) -> None:
-        """Time the first steps; called after each of them while `is_timing`."""
-        if self._begun is None:
+    def after_step(self, trainer: pl.Trainer, module: ChainModel, step: int) -> None:
+        """Time the first steps, or plan once the length is known; called after each of them while `is_timing`."""
+        if self._later is not None:
+            if self._later.has_length:
+                self.begin(trainer, module)
+        elif self._begun is None:
             if step >= TIMED[0]:
                 self._begun = step, time.monotonic()
         elif step - self._begun[0] >= TIMED[1] - TIMED[0]:

@@ -1,5 +1,6 @@
 """AutoSampling: that its choices have the right direction, are repeated by their YAML, and reach the stored samples."""
 
+import json
 import math
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,9 +31,11 @@ from lightning_sgmcmc.callbacks import (
     ContourGradient,
     ReplicaExchange,
     SampleCollector,
+    recommended,
 )
 from lightning_sgmcmc.chains.schedule import RunLength
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
+from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.posterior.calibration import overconfidence
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.tune.runs import RunForm
@@ -198,6 +202,44 @@ def test_the_written_choices_repeat_the_run(noisy: tuple[BayesianModule, AutoSam
     assert module.posterior is not None
     assert again.posterior is not None
     assert_same(list(again.posterior), list(module.posterior))
+
+
+def test_choices_are_in_the_run_s_folder_not_beside_the_samples(tmp_path: Path, monkeypatch: Any) -> None:
+    """Two runs whose samples lie side by side keep both files, and the sentence names the place.
+
+    A prior of several scales gives energies several constants, so no drift of them is found in either.
+    """
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    monkeypatch.setattr("lightning_sgmcmc.callbacks.auto_sampling.rank_zero_info", said.append)
+    for name in ("first", "second"):
+        trainer = quiet_trainer(max_epochs=150, logger=CSVLogger("logs", name), callbacks=recommended(name))
+        module = classifier()
+        trainer.fit(module, *loaders(0.0))
+        written = Path("logs", name, "version_0", "auto.yaml")
+        assert str(written) in said[-1]
+        scales = yaml.safe_load(written.read_text())["init_args"]["prior_scales"][0]
+        assert len({std for _, std in scales}) > 1
+        assert module.health is not None
+        assert module.health.energy is not None
+        assert module.health.energy.expected is None
+        assert FindingKind.ENERGY not in [finding.kind for finding in module.health.findings]
+    assert not Path("auto.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "advice"), [(25, "train longer, since the newest 10 of"), (400, "predict with these")]
+)
+def test_a_run_that_ends_while_its_network_learns_is_told_to_be_longer(
+    epochs: int, advice: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its last samples are far better than the others and have nearly all of the weight."""
+    monkeypatch.chdir(tmp_path)
+    quiet_trainer(max_epochs=epochs, callbacks=recommended("samples")).fit(classifier(), *loaders(0.0))
+    found = json.loads(Path("sgmcmc", "results.json").read_text())
+    weights = Posterior.load("samples").weights
+    assert (float(weights[-10:].sum()) > 0.95) == (epochs == 25)
+    assert found["verdict"]["next"].startswith(advice)
 
 
 @pytest.mark.slow
@@ -383,8 +425,12 @@ def test_the_last_part_of_both_samples_at_temperature_1() -> None:
 def test_a_budget_sets_the_number_of_steps() -> None:
     auto = AutoSampling(num_draws=5, budget="1s")
     collector = SampleCollector(in_memory=True)
-    trainer = quiet_trainer(max_epochs=10_000, callbacks=[auto, collector])
-    trainer.fit(classifier(), *loaders(0.1))
+    trainer, module = quiet_trainer(max_epochs=10_000, callbacks=[auto, collector]), classifier()
+    trainer.fit(module, *loaders(0.1))
+    assert module.plan is not None
+    assert module.plan.steps == trainer.global_step, "planned when the length was known"
+    assert module.plan.seconds is not None
+    assert module.plan.seconds < 10
     assert collector.posterior is not None
     assert len(collector.posterior) == 5
     assert collector.posterior[-1].step == trainer.global_step < 40_000

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 import torchmetrics
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
+from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ChainHealth,
@@ -19,6 +22,7 @@ from lightning_sgmcmc.callbacks import (
     RunSummary,
     SampleCollector,
     SamplingSchedule,
+    recommended,
 )
 from lightning_sgmcmc.evaluation.sentences import NAMES
 from lightning_sgmcmc.report.page import write_report
@@ -67,6 +71,33 @@ def test_a_fit_a_test_in_another_process_and_the_report(capsys: pytest.CaptureFi
     assert again["stage"] == "test"
     assert again["kind"] == found["kind"], "read from the run's health.json"
     assert again["sentences"]["gain"] == found["sentences"]["gain"]
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_reports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint was written before the samples had their weights: a summary would be of other predictions."""
+
+    def fit(ckpt_path: str | None = None) -> None:
+        stop = EarlyStopping("val/bma_nll", patience=100)
+        checkpoints = ModelCheckpoint("checkpoints", save_last=True)
+        callbacks = [*recommended("samples"), checkpoints, stop]
+        quiet_trainer(max_epochs=30, enable_checkpointing=True, callbacks=callbacks).fit(
+            classifier(), *loaders(), ckpt_path=ckpt_path
+        )
+
+    with pytest.warns(UserWarning, match=r"and the newest draws, .*, would be missing: omit EarlyStopping\."):
+        fit()
+    before, weights = results(), Posterior.load("samples").weights
+    assert float(weights.max()) > float(weights.min())
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match=r"checkpoint's run has made its \d+ steps in 30 epochs, so the fit makes"):
+        fit("last")
+    assert capsys.readouterr().out == ""
+    assert results() == before
+    assert torch.equal(Posterior.load("samples").weights, weights)
+    # The samples' folder is not in the run's, and has the report of health for another process.
+    again = quiet_trainer(callbacks=[SampleCollector("samples"), BayesianModelAverage(), RunSummary()])
+    again.test(classifier(), loaders()[1], verbose=False)
+    assert "no ChainHealth" not in results()["sentences"]["sampled"]
 
 
 def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixture[str]) -> None:
