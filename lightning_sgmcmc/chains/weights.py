@@ -307,7 +307,8 @@ class DataWeights:
         if rows.sizes is not None:  # an order may go backwards in other epochs
             are_rows = counted in rows.sizes
         elif size is not None:
-            are_rows = counted == size
+            # A plain loader resumed within an epoch starts anew: a whole batch comes at the last one's place.
+            are_rows = counted in (size, rows.batch_size)
         else:
             are_rows = rows.batch_size is None or counted <= rows.batch_size
         if (are_rows and not rows.whole) or not self.counts_rows:

@@ -12,8 +12,9 @@ import torch
 import torchmetrics
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import Posterior
+from lightning_sgmcmc import BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ChainHealth,
@@ -149,3 +150,21 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], folde
     assert all(name in printed for name in names)
     assert folder in "".join(line.strip() for line in printed.splitlines())
     assert Path(folder, "version_0", "results.json").exists()
+
+
+def test_a_plain_loader_with_an_odd_last_batch_resumes_within_an_epoch() -> None:
+    """It starts anew, so a whole batch comes where the epoch's short one was."""
+
+    def fit(stop: int, ckpt_path: str | None = None) -> int:
+        data = TensorDataset(torch.ones(50, 20), torch.arange(50) % 2)
+        net = torch.nn.Linear(20, 2)
+        saves = ModelCheckpoint("odd", "{step}", every_n_train_steps=6)
+        trainer = quiet_trainer(
+            max_epochs=stop, enable_checkpointing=True, callbacks=[SamplingSchedule(every_n_steps=2), saves]
+        )
+        module = BayesianModule(net, Categorical(), seed=0)
+        trainer.fit(module, DataLoader(data, 16, shuffle=True), ckpt_path=ckpt_path)
+        return trainer.global_step
+
+    fit(2)
+    assert fit(2, "odd/step=6.ckpt") == 8
