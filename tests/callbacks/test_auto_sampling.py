@@ -235,7 +235,8 @@ def test_a_run_that_ends_while_its_network_learns_is_told_to_be_longer(
 ) -> None:
     """Its last samples are far better than the others and have nearly all of the weight."""
     monkeypatch.chdir(tmp_path)
-    quiet_trainer(max_epochs=epochs, callbacks=recommended("samples")).fit(classifier(), *loaders(0.0))
+    callbacks = [AutoSampling(prior_std=0.3) if isinstance(c, AutoSampling) else c for c in recommended("samples")]
+    quiet_trainer(max_epochs=epochs, callbacks=callbacks).fit(classifier(), *loaders(0.0))
     found = json.loads(Path("sgmcmc", "results.json").read_text())
     weights = Posterior.load("samples").weights
     assert (float(weights[-10:].sum()) > 0.95) == (epochs == 25)

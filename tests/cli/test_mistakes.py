@@ -75,7 +75,7 @@ CONFIGURATIONS = {
     ),
     "a network of another input size": (
         TEXT.replace("in_channels: 64", "in_channels: 32"),
-        "mat1 and mat2 shapes cannot be multiplied (100x64 and 32x100)",
+        "mat1 and mat2 shapes cannot be multiplied (179x64 and 32x100)",
     ),
     "no mapping": ("- 1\n", "run.yaml holds a list, but a configuration has keys and values (model, data, trainer)"),
     "an empty file": ("", "run.yaml holds nothing, but a configuration has keys and values (model, data, trainer)"),
