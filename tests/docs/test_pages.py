@@ -97,6 +97,7 @@ def test_links_of_tutorials_lead_somewhere(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_blocks_of_a_page_run(path: Path) -> None:
     """As in the site's build, without mkdocs: in order, in one namespace."""
+    Path("docs").symlink_to(REPOSITORY / "docs")  # pages name files of the repository
     names = {"__name__": "__main__"}
     for block in code_blocks(path):
         if block.options.get("exec") == "on" and block.language in ("python", "py"):
