@@ -431,7 +431,7 @@ def test_a_budget_sets_the_number_of_steps() -> None:
     assert module.plan is not None
     assert module.plan.steps == trainer.global_step, "planned when the length was known"
     assert module.plan.seconds is not None
-    assert module.plan.seconds < 10
+    assert module.plan.seconds < 100
     assert collector.posterior is not None
     assert len(collector.posterior) == 5
     assert collector.posterior[-1].step == trainer.global_step < 40_000
