@@ -84,19 +84,19 @@ class RunSummary(SamplerCallback):
         self.show = show
         self._ended: _Ended | None = None
         self._seconds = 0.0
-        self._start = time.monotonic()
-        self._has_trained = False
+        self._start: float | None = None
+        """When the present fit began to train; None for a fit that makes no step."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._has_trained = False
+        self._start = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start, self._has_trained = time.monotonic(), True
+        self._start = time.monotonic()
         if trainer.is_global_zero:
             origin_of_run()  # before files change
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._has_trained:  # a finished run: what a checkpoint has is of before the end, as without the weights
+        if self._start is None:  # a finished run: what a checkpoint has is of before the end, as without the weights
             return
         self._seconds = time.monotonic() - self._start
         self._finish(trainer, sampling_module(pl_module, self), "val")

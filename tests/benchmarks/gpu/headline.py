@@ -20,12 +20,11 @@ GRAPHS = ("cudaGraphLaunch",)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LARGEST = 12
 WAYS: dict[str, tuple[str, Any]] = {
-    "vmap": ("chain_execution", "vmap"),
     "unrolled": ("chain_execution", "unrolled"),
     "uncompiled": ("compile", False),
 }
 """Options of the module; "interacting" is a contour that the chains learn together, "layout" lets the compiler choose
-the convolutions' layout, "benchmark" lets cudnn choose their algorithm."""
+the convolutions' layout."""
 
 
 class Profiled(pl.Callback):
@@ -102,8 +101,6 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
     plain = chains.startswith("plain")
     options, without = dict(WAYS[word] for word in words if word in WAYS), {"limit_val_batches": 0} if plain else {}
     torch._inductor.config.force_layout_optimization = "layout" in words
-    if "benchmark" in words:
-        without["benchmark"] = True
     measured = PlainSGD(setting, "compiled" in words) if plain else module(setting, int(chains), **options)
     began = time.perf_counter()
     with TemporaryDirectory() as folder:
