@@ -44,10 +44,10 @@ from tests.benchmarks.small_networks import QUIET
 Figures = dict[str, float]
 METHOD_OF = {"one network": "sgd", "ensemble": "ensemble", "MC dropout": "mc_dropout", "temperature 1": "posterior"}
 """The rows of recipe `equal_cost`."""
-AUTO: dict[str, dict[str, Any]] = {"auto": {}, "both": {"objective": "both"}, "auto, std 1": {"prior_std": 1.0}}
+AUTO: dict[str, dict[str, Any]] = {"auto": {}, "both": {"objective": "both"}}
 """The rows of AutoSampling, which validate, with its arguments."""
-SINGLE, ENSEMBLE, HOT, WIDE = "one network", "ensemble", "temperature 1", "auto, std 1"
-ROWS = (SINGLE, ENSEMBLE, "MC dropout", "auto", WIDE, "both", HOT)
+SINGLE, ENSEMBLE, HOT = "one network", "ensemble", "temperature 1"
+ROWS = (SINGLE, ENSEMBLE, "MC dropout", "auto", "both", HOT)
 
 
 class Given(Problem):
@@ -304,7 +304,7 @@ def know(name: str, row: str, seed: int, settings: Settings, root: Path) -> Figu
 # -- all --------------------------------------------------------------------------------------------------------------
 
 Task = Callable[[str, int, Settings, Path], Figures]
-OF_CLASSES, OF_NUMBERS = tuple(r for r in ROWS if r != WIDE), tuple(r for r in ROWS if r not in (WIDE, "both"))
+OF_NUMBERS = tuple(row for row in ROWS if row != "both")
 
 
 def tasks() -> dict[str, tuple[tuple[str, ...], Task]]:
@@ -313,8 +313,8 @@ def tasks() -> dict[str, tuple[tuple[str, ...], Task]]:
         f"labels of {data}": (ROWS, functools.partial(label, data)) for data in PRIOR_STD
     }
     found["mushrooms"] = (OF_NUMBERS, eat)
-    found |= {f"answers on {data}": (OF_CLASSES, functools.partial(answer, data)) for data in RISKS}
+    found |= {f"answers on {data}": (ROWS, functools.partial(answer, data)) for data in RISKS}
     for name, network in NETWORKS.items():
-        rows = OF_CLASSES if network.noise_std is None else OF_NUMBERS
+        rows = ROWS if network.noise_std is None else OF_NUMBERS
         found[f"network {'-'.join(map(str, network.sizes))}"] = (rows, functools.partial(know, name))
     return found

@@ -22,10 +22,10 @@ from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pages import table_of
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from tests.benchmarks.decision_tasks import ENSEMBLE, ROWS, WIDE, Figures, Task, tasks
+from tests.benchmarks.decision_tasks import ENSEMBLE, ROWS, Figures, Task, tasks
 from tests.benchmarks.timing import measure_quietly
 
-LABELS = {"auto": "`AutoSampling`", WIDE: "the same, `prior_std=1`", "both": '`AutoSampling("both")`'}
+LABELS = {"auto": "`AutoSampling`", "both": '`AutoSampling("both")`'}
 DIGITS = {"regret": 0, "distance to the posterior": 2, "seconds": 1}
 """Digits after the point where they are not one."""
 CHOSEN, AT_RANDOM = "mean error, BatchBALD", "mean error, random"
