@@ -263,8 +263,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return ""
         if kind == FindingKind.ENERGY.value or (kind == FindingKind.KINETIC.value and side == "below"):
             return f"train longer, or pass AutoSampling(warm_up={min(2 * self.warm_up, 0.5):g})"
-        if kind in [hot.value for hot in (*HEATING, FindingKind.AT_CHANCE)]:
+        if kind in (FindingKind.DIVERGENCE.value, FindingKind.AT_CHANCE.value):
             return f"use a smaller step size: AutoSampling(lr={self.lr / 2:g})"
+        if kind in [hot.value for hot in HEATING]:
+            return f"halve the step size and train twice as long: AutoSampling(lr={self.lr / 2:g})"
         return None
 
     @property

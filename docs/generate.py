@@ -9,6 +9,7 @@ the text of an output.
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sgmcmc.recipes.shared.expected import keep, kept
+from lightning_sgmcmc.recipes.shared.figures import half_width
 from lightning_sgmcmc.recipes.shared.pages import pages as pages_of_recipes
 from lightning_sgmcmc.recipes.shared.pages import table_of
 
@@ -95,7 +97,9 @@ def _filled(found: re.Match[str]) -> str:
     path = DOCS.parent / found[2]
     if path.suffix == ".json":
         content = _read(path)
-        if "recipe" in content:
+        if "measures" in content:
+            content = _measures(content)
+        elif "recipe" in content:
             content = _of_recipe(content)
         return f"{found[1]}\n{table_of(content['header'], content['rows'])}\n{found[3]}"
     return f"{found[1]}\n```text\n{path.read_text(encoding='utf-8')}```\n\n{found[3]}"
@@ -120,6 +124,27 @@ def _of_recipe(wanted: dict[str, Any]) -> dict[str, Any]:
             cells.append(f"**{text}**" if is_best else text)
         table.append([label, how, *cells])
     return {"header": ["method", "callback", *wanted["data"]], "rows": table}
+
+
+def _measures(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of a kept run with a row for each measure and a column for each method."""
+    rows = kept(wanted["recipe"])["runs"][wanted["scale"]]["rows"]
+    known = {(row["method"], row["metric"]): row for row in rows}
+    table = []
+    for label, problem, metric in wanted["measures"]:
+        found = [known.get((f"{problem}: {method}", metric)) for method in wanted["methods"].values()]
+        table.append([label, *("" if row is None else _with_interval(row) for row in found)])
+    return {"header": ["measure", *wanted["methods"]], "rows": table}
+
+
+def _with_interval(row: dict[str, Any]) -> str:
+    """Return a mean with half of its 95 % interval, to two digits of that; without repeats, the value."""
+    value, error = row["value"], row.get("error")
+    if error is None:
+        return f"{value:.4f}".replace("-", "−")
+    half = float(half_width(error, row["n"]))
+    digits = max(1 - math.floor(math.log10(half)), 0)
+    return f"{value:.{digits}f} ± {half:.{digits}f}".replace("-", "−")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Small runs with one fault each, and the same runs after the cure, for the health pages."""
+"""Small runs with one fault each, and the same runs with the fault mended, for the health pages."""
 
 import contextlib
 import functools
@@ -14,6 +14,7 @@ warnings.filterwarnings("ignore", module="tqdm|pytorch_lightning")
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,21 +107,23 @@ def fit(
 
 
 Panel = Callable[[Any, Any, Any], None]
-"""Draws the faulty and the cured run on axes."""
+"""Draws the faulty and the mended run on axes."""
 
 
 def shown(before: Any, after: Any, begins: str, panel: Panel | None = None) -> str:
-    """Return both runs as HTML: a picture, the faulty run's warning, and what the cured run says instead.
+    """Return both runs as HTML: a picture, the faulty run's warning, and what the mended run says instead.
 
     Args:
         before: the faulty run.
-        after: the cured run.
+        after: the mended run.
         begins: first words of the warning.
         panel: the left half of the picture; None draws the energies.
 
     Raises:
-        AssertionError: if the faulty run does not warn so, or the cured run does.
+        AssertionError: if the faulty run does not warn so, or the mended run does.
     """
+    if rank_zero_only.rank:
+        return ""  # of several processes the first one warns
     found = [sentence for sentence in before.said if sentence.startswith(begins)]
     assert found, f"the run has no warning that begins with {begins!r}, but {before.said}"
     assert not any(sentence.startswith(begins) for sentence in after.said), after.said
@@ -129,8 +132,8 @@ def shown(before: Any, after: Any, begins: str, panel: Panel | None = None) -> s
         (panel or energies)(left, before, after)
         temperatures(right, before, after)
 
-    parts = [picture(draw, f"The run that warns '{begins} …' and the cured run", 7.0, 2.5, columns=2)]
-    for name, said in (("Before", [found[0]]), ("After the cure", after.said or [verdict(after)])):
+    parts = [picture(draw, f"The run that warns '{begins} …' and the mended run", 7.0, 2.5, columns=2)]
+    for name, said in (("Before", [found[0]]), ("After the fix", after.said or [verdict(after)])):
         text = html.escape(f"{name}. " + " ".join(said))
         parts.append(f'<pre style="white-space:pre-wrap">{text}</pre>')
     return "\n".join(parts)
@@ -146,7 +149,7 @@ def verdict(module: Any) -> str:
 def energies(axes: Any, before: Any, after: Any) -> None:
     """Draw the energy of each step and chain."""
     top = 0.0
-    for name, module, colour in (("before", before, ORANGE), ("after the cure", after, BLUE)):
+    for name, module, colour in (("before", before, ORANGE), ("after the fix", after, BLUE)):
         values = torch.stack(module.kept.energies).double()
         size = max(1, len(values) // 200)
         for chain in range(values.shape[1]):
@@ -162,7 +165,7 @@ def energies(axes: Any, before: Any, after: Any) -> None:
 
 def averages(axes: Any, before: Any, after: Any) -> None:
     """Draw the NLL of the average of so many samples on the validation data."""
-    for name, module, colour in (("before", before, ORANGE), ("after the cure", after, BLUE)):
+    for name, module, colour in (("before", before, ORANGE), ("after the fix", after, BLUE)):
         values = [member["nll"] for member in module.evaluations["val"].running]
         axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
     axes.set(xlabel="samples in the average", ylabel="NLL (nats per example)")
@@ -171,7 +174,7 @@ def averages(axes: Any, before: Any, after: Any) -> None:
 
 def first_weights(axes: Any, before: Any, after: Any) -> None:
     """Draw one weight of each chain."""
-    for name, module, colour in (("before", before, ORANGE), ("after the cure", after, BLUE)):
+    for name, module, colour in (("before", before, ORANGE), ("after the fix", after, BLUE)):
         for chain, line in enumerate(torch.stack(module.kept.weights).T):
             axes.plot(line[::2], color=colour, lw=0.7, label=name if chain == 0 else None)
     axes.set(xlabel="every second step", ylabel="one weight of each chain")
@@ -180,7 +183,7 @@ def first_weights(axes: Any, before: Any, after: Any) -> None:
 
 def bins(axes: Any, before: Any, after: Any) -> None:
     """Draw the energies of the second half of the steps, and the extent of the contour's bins."""
-    for name, module, colour, row in (("before", before, ORANGE, 0.0), ("after the cure", after, BLUE, 1.0)):
+    for name, module, colour, row in (("before", before, ORANGE, 0.0), ("after the fix", after, BLUE, 1.0)):
         values = torch.stack(module.kept.energies).flatten()
         values = values[len(values) // 2 :]
         partition = module.contour.partition

@@ -139,15 +139,15 @@ print(f"{len(module.posterior)} draws: {module.health.kind}, since {module.healt
 
 # %%
 prediction = module.posterior.predict({"images": test.images})
-unsure = prediction.mutual_information.argsort(descending=True)[:3]
+uncertain = prediction.mutual_information.argsort(descending=True)[:3]
 pd.DataFrame(
     {
-        "true": test.labels[unsure],
-        "predicted": prediction.probabilities[unsure].argmax(1),
-        "probability": prediction.probabilities[unsure].amax(1).round(decimals=3),
-        "disagreement": prediction.mutual_information[unsure].round(decimals=3),
+        "true": test.labels[uncertain],
+        "predicted": prediction.probabilities[uncertain].argmax(1),
+        "probability": prediction.probabilities[uncertain].amax(1).round(decimals=3),
+        "disagreement": prediction.mutual_information[uncertain].round(decimals=3),
     },
-    index=[f"image {i}" for i in unsure.tolist()],
+    index=[f"image {i}" for i in uncertain.tolist()],
 )
 
 # %% [markdown]

@@ -22,7 +22,7 @@ from lightning_sgmcmc.fit.results import plain_console
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import cli, pl
 from lightning_sgmcmc.planning import RunPlan
-from lightning_sgmcmc.planning.of_trainer import plan_of
+from lightning_sgmcmc.planning.of_trainer import plan_of, schedule_of
 from lightning_sgmcmc.tune import StepProposal, propose_lr
 
 if TYPE_CHECKING:
@@ -48,15 +48,25 @@ OUTPUT = "tune.json"
 
 
 class _Planned(Exception):
-    """Ends a fit before its first step."""
+    """Ends a fit once it is planned."""
 
 
 class _Plan(pl.Callback):
-    """Makes the plan when the fit would begin, and ends it."""
+    """Makes the plan when the fit would begin, or when its first steps have given its length, and ends it."""
 
     plan: RunPlan | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        schedule = schedule_of(trainer)
+        if schedule is None or schedule.has_length:
+            self._plan(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        schedule = schedule_of(trainer)
+        if schedule is not None and schedule.has_length:
+            self._plan(trainer, pl_module)
+
+    def _plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.plan = plan_of(trainer, chain_model(pl_module))
         raise _Planned
 
@@ -67,7 +77,10 @@ def plan(
     model: BayesianModule,
     datamodule: pl.LightningDataModule | None = None,
 ) -> RunPlan:
-    """Print the plan of a configuration's fit as a table, and return it; nothing is trained or written."""
+    """Print the plan of a configuration's fit as a table, and return it; nothing is written.
+
+    Nothing is trained either, but that a time of the run is turned into steps by the speed of its first ones.
+    """
     planner = _Plan()
     ranks = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if trainer.world_size > 1 else {}
     alone = make_trainer(

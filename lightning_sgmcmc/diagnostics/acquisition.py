@@ -63,7 +63,7 @@ def batch_bald(
         best, largest = -1, -math.inf
         for few in gain.argsort(descending=True, stable=True).split(TOGETHER):
             if float(gain[few[0]]) <= largest:
-                break  # what a datum adds never grows with the others, so none of the rest is better
+                break  # what an example adds never grows with the others, so none of the rest is better
             gain[few] = _joint_entropies(table, offset, p[:, few], w) - joint - conditional[few]
             gain[chosen] = -math.inf
             place = int(gain[few].argmax())

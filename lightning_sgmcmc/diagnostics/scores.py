@@ -259,7 +259,7 @@ def expected_scores(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tens
 
 
 def detection_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
-    """Return how well a score separates inputs from elsewhere (unknown), which should have the larger score.
+    """Return how well a score separates out-of-distribution inputs (unknown), which should have the larger score.
 
     `auroc`: the probability that an unknown input has the larger score (ties count half). `aupr_out`, `aupr_in`: the
     average precision of finding the unknown inputs, and of finding the known ones, which depend on how many there are
@@ -267,7 +267,7 @@ def detection_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
 
     Args:
         known: scores of inputs like the training data, shape (n,).
-        unknown: scores of inputs from elsewhere, shape (m,).
+        unknown: scores of out-of-distribution inputs, shape (m,).
 
     Raises:
         ValueError: if there are none of one of them. With a score that is NaN, all are NaN.

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from lightning_sgmcmc.health.estimates import MIN_BATCHES, Estimates, Observations
-from lightning_sgmcmc.health.findings import SMALLER_LR, Finding, FindingKind, Severity, Side
+from lightning_sgmcmc.health.findings import SMALLER_AND_LONGER, Finding, FindingKind, Severity, Side
 from lightning_sgmcmc.health.report import HealthReport, TemperatureKind, Temperatures
 from lightning_sgmcmc.health.verdict import LEAST_SHARE, RunFacts, judge
 
@@ -141,7 +141,7 @@ class _Findings:
             return "use a longer burn-in, since the energy is still falling"
         if side == "above" and kind == "configurational" and self._is_kinetic_right(off):
             return "use a longer burn-in, since the kinetic temperature is right, or a smaller lr"
-        return SMALLER_LR if side == "above" else "use a longer burn-in or more friction"
+        return SMALLER_AND_LONGER if side == "above" else "use a longer burn-in or more friction"
 
     def _is_kinetic_right(self, off: Collection[str]) -> bool:
         """Return whether the steps are certainly no hotter than tolerated."""
@@ -173,7 +173,7 @@ class _Findings:
         excess = max(share / (1 - share) if share < 1 else math.inf for share in self._noisy.values())
         factor = self._estimates.tolerance / excess if 0 < excess < math.inf else 0.0
         lr = f"{factor:.2g} times the lr" if factor else "a fraction of the lr"
-        return f"use more data per batch, or a smaller lr (about {lr}; `sgmcmc tune` finds it)"
+        return f"use more data per batch, or a smaller lr in a longer run (about {lr}; `sgmcmc tune` finds it)"
 
     def _gradient_noise(self) -> Finding | None:
         if not self._noisy:

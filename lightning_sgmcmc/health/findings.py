@@ -9,6 +9,8 @@ Side = Literal["above", "below"]
 Severity = Literal["problem", "note"]
 
 SMALLER_LR = "use a smaller lr (`sgmcmc tune` finds one)"
+SMALLER_AND_LONGER = "use a smaller lr (`sgmcmc tune` finds one) in a run that is longer by the same factor"
+"""Against excess variance: smaller steps alone would train and mix less."""
 
 
 class FindingKind(str, Enum):

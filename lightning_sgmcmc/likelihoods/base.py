@@ -22,8 +22,8 @@ class Likelihood(nn.Module):
     """Density of a target given the network's output; subclass it for your own.
 
     A likelihood of numbers is a class of `torch.distributions` and its arguments as a function of the output. Log
-    densities, averages, metrics, predictions with intervals, and draws follow from these two. Parameters of the
-    likelihood are sampled with the weights, under the module's prior; store constructor arguments under their names, so
+    densities, averages, metrics, predictions with intervals, and simulated targets come from these two. Parameters of
+    the likelihood are sampled with the weights, under the module's prior; store arguments under their names, so
     that a sample store can rebuild it. For other targets define `log_prob`, `terms`, `metrics` and `prediction`.
 
     A target that is NaN, or equal to `missing`, is not observed: it has no term in `log_prob`, and evaluations leave it

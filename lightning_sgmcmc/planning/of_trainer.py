@@ -134,13 +134,14 @@ WORTH_SAYING = 60.0
 """Seconds of a run from which its duration is printed."""
 
 
-def _schedule(trainer: pl.Trainer) -> PlannedSchedule | None:
+def schedule_of(trainer: pl.Trainer) -> PlannedSchedule | None:
+    """Return the schedule of a run, None without one."""
     return next((found for c in declared(trainer) if (found := c.as_schedule()) is not None), None)
 
 
 def plan_of(trainer: pl.Trainer, module: ChainModel) -> RunPlan | None:
     """Return the plan of a fit that is about to begin; None without a schedule or in a trial."""
-    schedule = _schedule(trainer)
+    schedule = schedule_of(trainer)
     if schedule is None or is_trial(trainer):
         return None
     chains, sampler = module.chains, sampler_of(module)
@@ -359,7 +360,7 @@ class Planner:
 
     def begin(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Set `module.plan`, and print it on rank 0; an error warns, since a run that works must not stop for it."""
-        schedule = _schedule(trainer)
+        schedule = schedule_of(trainer)
         if schedule is not None and not schedule.has_length:
             module.plan, self._later, self.is_timing = None, schedule, True
             return

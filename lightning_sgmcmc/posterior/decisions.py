@@ -1,4 +1,4 @@
-"""What a posterior is for: joint scores, inputs from elsewhere, guarantees, labels to ask for, rollouts."""
+"""What a posterior is for: joint scores, out-of-distribution inputs, guarantees, labels to ask for, rollouts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +37,12 @@ COLUMNS = ("score", "auroc", "aupr_out", "aupr_in", "fpr95")
 
 @dataclass(frozen=True, repr=False)
 class Detection:
-    """The separation of inputs from elsewhere by each score, as text and, in a notebook, as a table.
+    """The separation of out-of-distribution inputs by each score, as text and, in a notebook, as a table.
 
     Attributes:
         metrics: by score, its `auroc`, `aupr_out`, `aupr_in` and `fpr95`, see `diagnostics.detection_metrics`.
         known: each score of the known inputs, shape (n,); larger is stranger.
-        unknown: likewise of the inputs from elsewhere, shape (m,).
+        unknown: likewise of the out-of-distribution inputs, shape (m,).
     """
 
     metrics: Mapping[str, Mapping[str, float]]
@@ -110,7 +110,7 @@ class Decisions(StoredSamples):
             data: test data with targets: a loader, a list of batches, or a datamodule, whose validation data are used.
             tau: inputs in a group.
             sampling: "dyadic" draws a group, with replacement, from two data by chance, as published; it repeats a
-                datum's target too, so it is for targets without noise. "nearest" takes the data nearest to two by
+                example's target too, so it is for targets without noise. "nearest" takes the data nearest to two by
                 chance. "random" takes τ by chance, of which few are related. None is "dyadic" for classes, and
                 "nearest" for numbers.
             seed: of the choice of groups.
@@ -124,7 +124,7 @@ class Decisions(StoredSamples):
         return densities.joint_score(self._ready_model(), self.store, self.weights, data, tau, sampling, seed)
 
     def detect(self, known: Any, unknown: Any) -> Detection:
-        """Return how well each score of the predictions separates inputs from elsewhere from known ones.
+        """Return how well each score of the predictions separates out-of-distribution inputs from known ones.
 
         Classes have "entropy", "max_probability" (its negative), "mutual_information" and, with `Categorical`,
         "energy", the mean over samples of -log Σ_k exp(logit_k). A constant added to all logits changes the energy
@@ -133,7 +133,7 @@ class Decisions(StoredSamples):
 
         Args:
             known: inputs like the training data, not used in the fit, as `predict` takes them.
-            unknown: inputs from elsewhere.
+            unknown: out-of-distribution inputs.
 
         Raises:
             RuntimeError: if there are no samples, or no model.

@@ -294,11 +294,11 @@ class Compression:
     Attributes:
         count: number of samples chosen.
         of: number of samples of the whole.
-        nll_loss: mean NLL of data with samples that were chosen on other data, minus the whole's, in nats per datum;
+        nll_loss: mean NLL of data with samples that were chosen on other data, minus the whole's, in nats per example;
             the data take part in turn. Above 0 is a loss.
         standard_error: of `nll_loss`, over the data.
         whole: metrics of the whole on the data, as `evaluate` has them (NLL, accuracy, in regression coverage, …), and
-            `auroc` of the given inputs from elsewhere.
+            `auroc` of the given out-of-distribution inputs.
         chosen: likewise of the chosen samples; the data chose them, so its NLL is a little too low.
     """
 

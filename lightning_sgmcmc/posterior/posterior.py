@@ -375,7 +375,7 @@ class Posterior(Decisions):
     def evaluate(
         self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None = None, group: Any = None
     ) -> Evaluation:
-        """Return the metrics of the average and of single samples on any data with targets, beside guessing.
+        """Return the metrics of the average and of single samples on any data with targets, and of guessing.
 
         They are those that `trainer.test` computes, in the data's units, without a calibration.
 
@@ -485,8 +485,8 @@ class Posterior(Decisions):
             k: number of samples.
             data: data with targets, not used in the fit: a loader that does not shuffle, a list of batches as in
                 training, or a datamodule, whose validation data are used. Some hundred are needed.
-            unknown: inputs from elsewhere, as `predict` takes them, for `compression`'s AUROC of the first score of
-                `detect`.
+            unknown: out-of-distribution inputs, as `predict` takes them, for `compression`'s AUROC of the first score
+                of `detect`.
 
         Raises:
             RuntimeError: if there are no samples, or no model.

@@ -1,4 +1,4 @@
-"""What a reference run says of itself, the folder that it fills, and the traces of its chains."""
+"""What a reference run reports, the folder that it fills, and the traces of its chains."""
 
 import io
 import json

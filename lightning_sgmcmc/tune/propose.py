@@ -177,7 +177,7 @@ def _by_health(prober: Prober, max_probes: int) -> tuple[list[Probe], tuple[floa
 
 
 def _heat(prober: Prober, least: float, max_probes: int) -> float:
-    """Move the chains from the optimum towards typical states without their test; return the largest right step.
+    """Move the chains from the optimum towards typical states without their test; return the largest stable step.
 
     At an optimum the mini-batch noise is smaller than where a chain samples, so a test would accept more.
     """

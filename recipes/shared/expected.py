@@ -127,7 +127,7 @@ def compare(name: str, results: Mapping[str, Any]) -> Comparison:
 
     Figures with standard errors, or with 95 % intervals, may differ by four standard errors of their difference, others
     by 5 %, or by what "tolerances" of the kept file allows for a metric. Times are not compared, nor are figures of one
-    repeat without a tolerance: another processor rounds otherwise, and so gives another draw.
+    repeat without a tolerance: another processor rounds differently, and so gives another draw.
 
     Args:
         name: the recipe.

@@ -34,14 +34,13 @@ BANNED = {
 }
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 STARTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "start").glob("*.md"))]
-MESSAGES = [
-    *(REPOSITORY / "lightning_sgmcmc").joinpath("health").glob("*.py"),
-    *(REPOSITORY / "lightning_sgmcmc").joinpath("planning").glob("*.py"),
-    *(REPOSITORY / "lightning_sgmcmc").joinpath("report").glob("*.*"),
-    *(REPOSITORY / "lightning_sgmcmc").joinpath("evaluation").glob("*.py"),
-    *(REPOSITORY / "callbacks").glob("*.py"),
+SOURCES = [
+    path
+    for folder in ("lightning_sgmcmc", "callbacks", "datamodules", "sgmcmc", "recipes", "docs")
+    for path in sorted((REPOSITORY / folder).rglob("*.*"))
+    if path.suffix in (".py", ".yaml", ".html", ".css")
 ]
-"""Sources of what a run prints and reports."""
+"""What a run prints and reports, docstrings, recipes and tutorials."""
 LONGEST = 25
 """Words of a sentence on the pages where a stranger begins."""
 
@@ -56,7 +55,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
-@pytest.mark.parametrize("path", [*PAGES, *MESSAGES], ids=name_of)
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=name_of)
 def test_no_banned_phrase(path: Path) -> None:
     assert found_in(path.read_text(encoding="utf-8")) == []
 

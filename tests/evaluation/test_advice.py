@@ -36,6 +36,17 @@ def test_train_longer_only_where_samples_become_better_to_the_end(gains: tuple[f
     assert found.level == "neutral", "an ensemble is never called healthy"
 
 
+def test_excess_variance_in_a_run_that_still_improves_has_one_remedy() -> None:
+    """Smaller steps alone would train less, and a longer run alone would stay as hot: both come in one advice."""
+    report = HealthReport(kind=COLD).with_findings(HOT).with_remedies([AutoSampling().remedy])
+    quarters = improving((0.1, 0.3, 0.6, 1.2))
+    found = with_held_out(report, quarters)
+    assert {FindingKind.KINETIC, FindingKind.TREND} <= {finding.kind for finding in found.findings}
+    assert found.verdict == "warning", "the average is underconfident"
+    assert advice_on(quarters, report, Claim(COLD)).next == found.advice
+    assert found.advice == "halve the step size and train twice as long: AutoSampling(lr=0.005)"
+
+
 def test_networks_of_an_optimization_have_no_trend() -> None:
     found = advice_on(improving((0.1, 0.3, 0.6, 1.2)), None, Claim("deep ensemble", is_optimized=True))
     assert "train longer" not in found.next
@@ -91,7 +102,9 @@ def test_advice_to_a_user_of_auto_sampling_names_its_arguments() -> None:
     for kind, side in itertools.product(FindingKind, ("above", "below", None)):
         finding = Finding(kind, f"{kind.value}: x", side, remedy="use a smaller lr (`sgmcmc tune` finds one)")
         report = HealthReport().with_findings(finding).with_remedies([callback.remedy])
-        if finding.is_heat or kind is FindingKind.AT_CHANCE:
+        if kind in (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE) and side != "below":
             assert report.advice == "use a smaller step size: AutoSampling(lr=0.01)"
+        elif finding.is_heat:
+            assert report.advice == "halve the step size and train twice as long: AutoSampling(lr=0.01)"
     adapting = Finding(FindingKind.PRECONDITIONER, "preconditioner: x", remedy="pass adapt", severity="note")
     assert HealthReport().with_findings(adapting).with_remedies([callback.remedy]).advice == ""

@@ -1,8 +1,10 @@
 """The plan of a fit: its numbers, words and kind, through `Trainer.fit` and the command line."""
 
 import json
+import logging
 import math
 import os
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -72,6 +74,28 @@ def test_the_readme_example_is_a_cold_ensemble(
     assert table["Epochs"] == "400"
     assert "130 times" in said
     assert os.listdir(tmp_path) == []
+
+
+def test_the_plan_of_a_time_has_the_steps_that_fit_into_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not Lightning's default of a thousand epochs; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    config = yaml.safe_load(Path(RECIPE).with_name("digits_auto.yaml").read_text())
+    config["trainer"]["callbacks"][0]["init_args"] = {"budget": "10s"}
+    del config["trainer"]["max_epochs"]
+    Path("timed.yaml").write_text(yaml.safe_dump(config))
+    with caplog.at_level(logging.INFO, "pytorch_lightning"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of max_epochs
+        main(["plan", "--config", "timed.yaml", "--trainer.enable_progress_bar=false"])
+    planned = re.search(r"Optimizer steps +│ +([\d,]+)", capsys.readouterr().out)
+    assert planned is not None
+    assert [text for text in caplog.messages if f"AutoSampling: {planned[1]} steps of" in text]
+    assert 240 <= int(planned[1].replace(",", "")) < 100_000
+    assert os.listdir(tmp_path) == ["timed.yaml"]
 
 
 def test_a_configuration_without_a_schedule_has_no_plan(
