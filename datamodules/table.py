@@ -107,6 +107,10 @@ class TableDataModule(ArrayDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self._say_what_is_missing()
+        if len(self._inputs.names) not in (0, self.num_inputs):
+            rank_zero_info(
+                f"TableDataModule makes {self.num_inputs} inputs (`num_inputs`) of {len(self._inputs.names)} columns."
+            )
         fractions = val_fraction, test_fraction
         if groups is not None:
             splits = _by_group(groups, fractions, self.seed)
@@ -181,6 +185,11 @@ class TableDataModule(ArrayDataModule):
             self.target_mean, self.target_std = (mean, std) if len(mean) > 1 else (float(mean), float(std))
             return scaled
         return [target.float() for target in targets]
+
+    @property
+    def num_inputs(self) -> int:
+        """The inputs of the network: one for each column of numbers, each category, and each column with gaps."""
+        return int(self.x[0].numel())
 
     @property
     def input_columns(self) -> InputColumns:

@@ -287,7 +287,8 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the averaged probabilities of the classes, shape (n, K), in the order of `classes_`."""
-        return np.concatenate([numbers(part.probabilities) for part in self._predictions(X)])
+        found = np.concatenate([numbers(part.probabilities) for part in self._predictions(X)])
+        return np.asarray(found / found.sum(1, keepdims=True))  # scikit-learn's scores look at the last digits
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels, shape (n,)."""

@@ -69,7 +69,7 @@ def test_labels_are_those_of_y(classifier: BayesianClassifier) -> None:
     proba = classifier.predict_proba(X_CLASSES)
     assert classifier.classes_.tolist() == ["no", "yes"]
     assert proba.shape == (200, 2)
-    np.testing.assert_allclose(proba.sum(1), 1, rtol=1e-6)
+    np.testing.assert_allclose(proba.sum(1), 1, rtol=1e-12)
     assert set(classifier.predict(X_CLASSES)) == {"no", "yes"}
     assert (classifier.predict(X_CLASSES) == classifier.classes_[proba.argmax(1)]).all()
     assert classifier.score(X_CLASSES, NAMES) > 0.85

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sgmcmc import likelihoods
 from lightning_sgmcmc.batches.inputs import fault_of_tokens
@@ -102,12 +102,29 @@ def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) ->
         return math.inf, -math.inf, None
     with at_first_chain(model, chains, batch) as first:
         _check_tokens(model, first)
-        output, target = model.output_and_target(first)
+        try:
+            output, target = model.output_and_target(first)
+        except RuntimeError as error:
+            _explain(model, first, error)
+            raise
         model.likelihood.check_target(output, target)  # which may use parameters of the likelihood
     if not isinstance(output, Tensor) or output.numel() == 0:
         return math.inf, -math.inf, target
     low, high = torch.stack(output.aminmax()).tolist()
     return low, high, target
+
+
+def _explain(model: EnergyModel, batch: Any, error: RuntimeError) -> None:
+    """Raise ValueError where a network's first linear layer takes another number of inputs than a batch has."""
+    layer = next((layer for layer in model.modules() if isinstance(layer, nn.Linear)), None)
+    inputs, _ = model.inputs_and_target(batch)
+    if layer is None or not isinstance(inputs, Tensor) or inputs.dim() != 2 or "shapes" not in str(error):
+        return
+    if inputs.shape[1] != layer.in_features:
+        raise ValueError(
+            f"a batch has {inputs.shape[1]} inputs for each example, and the network's first linear layer takes "
+            f"{layer.in_features}: make it nn.Linear({inputs.shape[1]}, {layer.out_features})"
+        ) from error
 
 
 @contextmanager

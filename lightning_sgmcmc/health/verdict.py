@@ -10,7 +10,7 @@ from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
 from lightning_sgmcmc.health.estimates import Estimates
 from lightning_sgmcmc.health.findings import SMALLER_LR, Finding, FindingKind
 from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
-from lightning_sgmcmc.planning.plan import COLD_BELOW, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
+from lightning_sgmcmc.planning.plan import COLD_BELOW, COOL_SHARE, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
 FLAT = 0.05
 """Root mean square of κ - 1 below which a contour is said to do nothing: steps differ by less than 5 %."""
@@ -300,8 +300,8 @@ def _target(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Find
 
 
 def _cooler(report: HealthReport, heat: float, chance: float) -> str:
-    """Return the remedy for a target with too much thermal energy: where it is a tenth of chance's energy."""
-    return f"lower the temperature (to {report.temperature * 0.1 * chance / heat:.1g}), or use a narrower prior"
+    """Return the remedy for a target with too much thermal energy: as in the plan."""
+    return f"lower the temperature (to {report.temperature * COOL_SHARE * chance / heat:.1g}), or use a narrower prior"
 
 
 def _chains(report: HealthReport, facts: RunFacts) -> Finding | None:

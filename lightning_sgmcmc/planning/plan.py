@@ -24,13 +24,15 @@ and the average over the last three quarters of a run without burn-in is above 0
 `ChainHealth` accepts."""
 HOT_SHARE = 0.5
 """A target whose thermal energy exceeds this share of the energy of chance has too many parameters for its data."""
+COOL_SHARE = 0.1
+"""The share to which a lower temperature is advised to bring it."""
 UNKNOWN = "unknown"
 DIRECTIONS = "directions that the data leave to the prior"
 """Whose relaxation a plan knows: the likelihood's directions relax faster."""
 RELAXED = 0.8
 """Share of the target's temperature from which the directions together are called relaxed, as in `ChainHealth`."""
 HOTTEST = 1.2
-"""Share of it above which the chain is planned to be still on its way in from a start that lies too far out."""
+"""Share of it above which the chain is planned to be still in the transient from a start that lies too far out."""
 
 
 class RunKind(str, Enum):
@@ -203,13 +205,13 @@ class RunPlan:
                 f"or {called}{caution}"
             ]
         if self.heat is not None and self.chance is not None and self.heat > HOT_SHARE * self.chance:
-            cooler, narrower = self.temperature * HOT_SHARE * self.chance / self.heat, self.prior_std
+            cooler, narrower = self.temperature * COOL_SHARE * self.chance / self.heat, self.prior_std
             smaller = "" if narrower is None else f", a smaller prior std (now {narrower:.2g})"
             return [
                 f"too many parameters for the data: at the target's temperature their thermal energy τd/2 is "
                 f"{self.heat:,.0f} nats and guessing costs {self.chance:,.0f}, so samples may be little better than "
                 "guesses: more data, fewer "
-                f"weights{smaller}, or temperature {cooler:.2g}"
+                f"weights{smaller}, or temperature {cooler:.1g}"
             ]
         return []
 

@@ -115,10 +115,16 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
         if isinstance(prediction, MultiLabelPrediction):
             probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
         value = decisions.fit_temperature(probabilities, labels)
-        if not decisions.SMALLEST * 1.001 < value < decisions.LARGEST / 1.001:
+        if value <= decisions.SMALLEST * 1.001:
+            value = 1.0  # at the bound all doubt about new data would be gone
             rank_zero_warn(
-                f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
-                "optimum (all predictions are right, or no better than chance): use more data."
+                f"All {len(labels)} predictions of the validation data are right, so they set no calibration "
+                "temperature: it stays 1. Use more validation data."
+            )
+        elif value >= decisions.LARGEST / 1.001:
+            rank_zero_warn(
+                f"The calibration temperature {value:.3g} is at its bound, since the predictions of the validation "
+                "data are no better than chance."
             )
         before = decisions.class_nll(probabilities, labels)
         after = decisions.class_nll(tempered(probabilities, value), labels)

@@ -27,7 +27,7 @@ def test_a_missing_number_is_the_mean_and_is_marked() -> None:
     table.setup("fit")
     inputs = table.inputs(frame)
     gaps = torch.tensor(frame["a"].isna().tolist())
-    assert inputs.shape == (100, 6)  # a, b, x, y, a missing category, a missing number
+    assert inputs.shape == (100, 6) == (100, table.num_inputs)  # a, b, x, y, a missing category, a missing number
     assert bool((inputs[gaps, 0] == 0).all())
     assert len(inputs[:, 5].unique()) == 2
     assert bool((inputs[gaps, 5] > 0).all())
@@ -38,6 +38,21 @@ def test_a_missing_number_is_the_mean_and_is_marked() -> None:
     np.testing.assert_allclose(standard.mean(0), 0, atol=1e-5)
     known = standard[standard[:, 5] < 0, 0]
     np.testing.assert_allclose(known.std(correction=0), 1, rtol=1e-5)
+
+
+def test_a_network_for_the_columns_alone_is_told_the_number_of_inputs(caplog: pytest.LogCaptureFixture) -> None:
+    frame = with_gaps()
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        table = TableDataModule(frame, frame["b"].to_numpy(), task="regression")
+    assert "TableDataModule makes 6 inputs (`num_inputs`) of 3 columns." in caplog.messages
+    trainer = pl.Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[SamplingSchedule(every_n_epochs=1)]
+    )
+    words = (
+        r"a batch has 6 inputs for each example, and the network's first linear layer takes 3: make it nn.Linear\(6, 2"
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer.fit(BayesianModule(torch.nn.Linear(3, 2), Gaussian(), lr=0.01), datamodule=table)
 
 
 def test_an_array_has_gaps_too_and_other_gaps_are_no_numbers() -> None:

@@ -83,6 +83,15 @@ def test_other_data_replace_the_findings_on_held_out_data() -> None:
     assert with_held_out(report, classified(1)).findings == ()
 
 
+@pytest.mark.parametrize(("sharpen", "remedy"), [(12.0, "calibrate the predictions"), (-1.0, "train longer")])
+def test_overconfident_predictions_that_are_mostly_right_are_to_be_calibrated(sharpen: float, remedy: str) -> None:
+    """Their NLL is above guessing's, as after too long a training; those that are mostly wrong have learned nothing."""
+    evaluation = classified(1, sharpen)
+    assert evaluation.bma["nll"] > evaluation.guessing["nll"]
+    found = advice_on(evaluation, HealthReport(kind=COLD, verdict="ok"), Claim(COLD))
+    assert found.next.startswith(remedy)
+
+
 def test_the_most_frequent_class_is_no_success() -> None:
     """Nine of ten are of class 0, and the average predicts it everywhere, with a little knowledge of who is not."""
     generator = torch.Generator().manual_seed(0)

@@ -319,7 +319,7 @@ def test_sentences_are_short_and_a_cold_run_gets_no_warning() -> None:
         assert ("accept it" in warning) == (share == 1.0)
     assert facts(temperature=0.0, relaxation_times=0.0).warnings == []
     hot = facts(relaxation_times=10.0, configurational_temperature=1.0, heat=900.0, chance=1000.0)
-    assert hot.warnings[0].endswith("temperature 0.56")
+    assert hot.warnings[0].endswith("temperature 0.1")
     assert facts(relaxation_times=10.0, configurational_temperature=1.0, heat=400.0, chance=1000.0).warnings == []
 
 

@@ -164,5 +164,9 @@ def test_doubtful_data() -> None:
     with pytest.raises(ValueError, match="save=True needs samples in a folder"):
         collector.posterior.calibrate(loader(), save=True)
     right = torch.tensor([[10.0, 0.0, 0.0], [0.0, 10.0, 0.0]])
-    with pytest.warns(UserWarning, match="temperature 0.01 is at its bound"):
-        posterior(Categorical(), torch.eye(3)).calibrate([(right, torch.tensor([0, 1]))])
+    with pytest.warns(UserWarning, match="All 2 predictions .* are right, so they set no calibration temperature"):
+        same = posterior(Categorical(), torch.eye(3)).calibrate([(right, torch.tensor([0, 1]))])
+    plain = posterior(Categorical(), torch.eye(3)).predict(right).probabilities
+    torch.testing.assert_close(same.predict(right).probabilities, plain)
+    with pytest.warns(UserWarning, match="temperature 100 is at its bound"):
+        posterior(Categorical(), torch.eye(3)).calibrate([(right, torch.tensor([1, 0]))])
