@@ -20,7 +20,7 @@ from torch.distributions import constraints
 
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
 from lightning_sgmcmc.chains.schedule import Schedule
-from lightning_sgmcmc.checks import check_count, check_within
+from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.datamodules.base import random_split
 from lightning_sgmcmc.datamodules.table import Task
@@ -54,6 +54,7 @@ class _BayesianEstimator(BaseEstimator):
     """What the two estimators share: arguments, the fit, and predictions of rows."""
 
     posterior_: Posterior
+    refused_arguments = Likelihood.refused_arguments
 
     def __init__(
         self,
@@ -208,6 +209,9 @@ class _BayesianEstimator(BaseEstimator):
             )
         for rows in inputs.split(ROWS):
             yield self.posterior_.predict(rows, return_samples)
+
+
+names_arguments(_BayesianEstimator)
 
 
 class BayesianClassifier(ClassifierMixin, _BayesianEstimator):

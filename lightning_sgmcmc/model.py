@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.inputs import (
     LABELS,
     MASK,
+    TARGETS,
     Arguments,
     Features,
     arguments_of,
     arguments_of_network,
     called,
     check_dtype,
+    is_object,
     next_tokens,
     parted,
+    parted_object,
     plain,
     trimmed,
     unwrapped,
@@ -64,6 +67,7 @@ class EnergyModel(pl.LightningModule):
                 stacklevel=4,
             )
         check_part("net", net, nn.Module)
+        check_no_loss(likelihood)
         check_part("likelihood", likelihood, Likelihood)
         own = GaussianPrior(std=prior) if isinstance(prior, int | float) and not isinstance(prior, bool) else prior
         check_part("prior", own, Prior)
@@ -93,10 +97,20 @@ class EnergyModel(pl.LightningModule):
 
         A batch is a pair (x, y), or a dict with its target as "labels", "label", "target" or "y", whose other entries
         are the inputs. The inputs are a tensor, a tuple or list of tensors, or a dict. An encoder-decoder of
-        transformers gets its decoder's inputs from the target, as in its own training.
+        transformers gets its decoder's inputs from the target, as in its own training. Of an object with `.to(device)`,
+        such as torch_geometric's batch of graphs, the attributes count as a dict's entries; a `forward` of one argument
+        gets it whole.
         """
         if isinstance(batch, Mapping):
             return parted(batch, self.accepted_arguments, self._modules.get("net"), type(self).__name__)
+        if is_object(batch):
+            inputs, target = parted_object(batch, self.accepted_arguments)
+            if target is None:
+                raise TypeError(
+                    f"a batch of class {type(batch).__name__} needs its target as {', '.join(TARGETS)}: set it, yield "
+                    f"pairs (batch, y), or override inputs_and_target(batch) of {type(self).__name__}"
+                )
+            return inputs, target
         if not (isinstance(batch, (list, tuple)) and len(batch) == 2):  # torch 2.6 cannot compile `list | tuple`
             raise TypeError(
                 f"a batch should be a pair (x, y), got {_kind(batch)}: nest several inputs, ((a, b), y), or override "
@@ -336,6 +350,30 @@ def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
             f"log_likelihood(batch) must return one number per example, shape (n,), got {shape}: the batch's size is "
             "read from it"
         )
+
+
+DENSITIES: dict[type[nn.Module], str] = {
+    nn.CrossEntropyLoss: "Categorical()",
+    nn.NLLLoss: "Categorical(), without the network's log_softmax",
+    nn.BCEWithLogitsLoss: "Bernoulli(), or MultiLabelBernoulli() for several labels",
+    nn.BCELoss: "Bernoulli(), without the network's sigmoid",
+    nn.MSELoss: "Gaussian(learned=True)",
+    nn.GaussianNLLLoss: "HeteroscedasticGaussian()",
+    nn.PoissonNLLLoss: "Poisson()",
+}
+"""The likelihoods whose densities torch's losses have."""
+
+
+def check_no_loss(likelihood: Any) -> None:
+    """Raise if a likelihood is one of torch's losses, with the density that it has."""
+    if not isinstance(likelihood, nn.modules.loss._Loss):
+        return
+    weighted = any(getattr(likelihood, name, None) is not None for name in ("weight", "pos_weight"))
+    density = DENSITIES.get(type(likelihood), "… of docs/howto/targets.md")
+    raise TypeError(
+        f"likelihood={type(likelihood).__name__}(…) is a loss, and a posterior needs a density of each example: pass "
+        f"likelihood={density}{'; weights have none (docs/howto/decisions.md)' if weighted else ''}"
+    )
 
 
 def check_part(name: str, value: Any, kind: type) -> None:

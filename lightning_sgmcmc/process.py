@@ -5,14 +5,79 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, ≥ 1."""
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+UNKNOWN = 2 * 2**30
+"""Bytes of host memory that count as free where the system does not say it."""
+LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""A control group's limit, what it uses, and what of that is only a cache of files, in versions 2 and 1."""
+
+
+def free_memory(device: torch.device | None = None) -> int:
+    """Return the free bytes of a CUDA device, or of host memory within the limits of this process's control groups."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_host_memory(Path("/"))
+
+
+def free_host_memory(root: Path) -> int:
+    """Return the bytes of host memory that are free, by a system's files below a root."""
+    available = _number_in(root / "proc/meminfo", "MemAvailable:")
+    if available is not None:
+        free = available * 1024
+    else:  # of the free pages, without caches
+        names = getattr(os, "sysconf_names", {})
+        pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in names and root == Path("/") else 0
+        free = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else UNKNOWN
+    for folder in _groups(root):
+        for most, used, cached in LIMITS:
+            limit, present = _number_in(folder / most), _number_in(folder / used)
+            if limit is not None and present is not None:
+                free = min(free, limit - present + (_number_in(folder / "memory.stat", cached) or 0))
+    return max(0, free)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups for memory, and of those above them."""
+    lines = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+    for controllers, path in [line[1:] for line in lines if len(line) == 3]:
+        if controllers == "" or "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controllers
+            folder = top / path.strip("/")
+            yield from (one for one in (folder, *folder.parents) if one == top or top in one.parents)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number_in(path: Path, name: str = "") -> int | None:
+    """Return the number after a name in a file, or the file's own number; None without one, such as "max"."""
+    for line in _lines(path):
+        words = line.split()
+        number = words[1:2] if name and words[:1] == [name] else words[:1] if not name else []
+        if number and number[0].isdigit():
+            return int(number[0])
+    return None
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from mapie.classification import SplitConformalClassifier
-from mapie.regression import SplitConformalRegressor
+from mapie.regression import CrossConformalRegressor, SplitConformalRegressor
 from scipy import stats
 from sklearn.base import clone
 from sklearn.compose import make_column_transformer
@@ -21,7 +21,7 @@ from sklearn.datasets import make_classification, make_regression
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
@@ -307,6 +307,25 @@ def test_mapies_intervals_have_their_coverage(regressor: BayesianRegressor, leve
     # the coverage of new data given the calibration data is a beta variable
     law = stats.betabinom(500, np.ceil(501 * level), 501 - np.ceil(501 * level))
     assert law.ppf(1e-4) <= inside <= law.ppf(1 - 1e-4)
+
+
+def test_mapie_and_a_column_of_texts() -> None:
+    """Split conformal tries a row of zeros, so texts are encoded in front; cross conformal takes the frame."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.uniform(20, 80, 400), "region": rng.choice(["north", "south"], 400)})
+    y = 3 * frame["age"] + 80 * (frame["region"] == "south") + rng.normal(0, 20, 400)
+    encoder = make_column_transformer((OneHotEncoder(), ["region"]), remainder="passthrough", sparse_threshold=0)
+    model = BayesianRegressor(**QUICK, random_state=0)
+    fitted = make_pipeline(encoder, model).fit(frame[:200], y[:200])
+    split = SplitConformalRegressor(fitted, confidence_level=0.9, prefit=True)
+    split.conformalize(frame[200:300], y[200:300])
+    cross = CrossConformalRegressor(model, confidence_level=0.9, cv=2).fit_conformalize(frame[:300], y[:300])
+    for conformal in (split, cross):
+        low, high = conformal.predict_interval(frame[300:])[1][:, :, 0].T
+        assert ((low <= y[300:]) & (y[300:] <= high)).sum() >= 70
+    alone = SplitConformalRegressor(model.fit(frame[:200], y[:200]), confidence_level=0.9, prefit=True)
+    with pytest.raises(UserWarning, match="pass a data frame with the columns 'age', 'region'"):
+        alone.conformalize(frame[200:300], y[200:300])
 
 
 def test_mapies_sets_have_their_coverage(classifier: BayesianClassifier) -> None:

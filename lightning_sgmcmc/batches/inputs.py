@@ -122,6 +122,30 @@ def parted(
     return inputs, batch[name]
 
 
+def is_object(batch: Any) -> bool:
+    """Return whether a batch is an object of a class of its own that moves to a device, such as a batch of graphs."""
+    return callable(getattr(batch, "to", None)) and not isinstance(batch, Tensor | Mapping | list | tuple | nn.Module)
+
+
+def parted_object(batch: Any, arguments: Arguments) -> tuple[Any, Any]:
+    """Return the inputs and the target (None without one) of a batch whose entries are an object's attributes: the
+    object itself if `forward` takes one argument that is none of them, else those that `forward` accepts."""
+    names = (*TARGETS, *(arguments.names or ()), *arguments.needed)
+    found = {name: value for name in names if (value := getattr(batch, name, None)) is not None}
+    target = target_name(found, arguments)
+    inputs = {name: value for name, value in found.items() if name != target}
+    if is_whole(inputs, arguments) or not arguments.needed:
+        return batch, found.get(target)
+    return accepted(inputs, arguments), found.get(target)
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """Return the leaves of a batch, also of objects in it that are dicts on request, as torch_geometric's are."""
+    leaves = pytree.tree_leaves(plain(batch))
+    opened = [leaf.to_dict() if is_object(leaf) and hasattr(leaf, "to_dict") else leaf for leaf in leaves]
+    return pytree.tree_leaves(opened)
+
+
 def accepted(inputs: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
     """Return the entries that `forward` accepts, by name or all in its one argument; TypeError if it needs another."""
     used = {name: value for name, value in inputs.items() if arguments.names is None or name in arguments.names}
@@ -144,6 +168,8 @@ def is_whole(inputs: Mapping[str, Any], arguments: Arguments) -> bool:
 
 def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any:
     """Call a module with inputs: a dict by name or as its one argument, a tuple or list by position if it fits."""
+    if is_object(inputs):
+        inputs = parted_object(inputs, arguments)[0]
     if isinstance(inputs, Mapping):
         used = accepted(inputs, arguments)
         if is_whole(inputs, arguments):
@@ -230,7 +256,7 @@ def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
 
 def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
     """Return the batches of inputs in an argument of `predict`: one, or those of an iterable."""
-    if isinstance(x, Tensor | np.ndarray | Mapping) or is_table(x):
+    if isinstance(x, Tensor | np.ndarray | Mapping) or is_table(x) or is_object(x):
         return [x]
     if isinstance(x, tuple):
         nested = len(x) == 2 and isinstance(x[0], list | tuple | Mapping)
@@ -249,6 +275,8 @@ def inputs_of(batch: Any, arguments: Arguments) -> Any:
     if isinstance(batch, Mapping):
         target = target_name(batch, arguments)
         return {name: value for name, value in batch.items() if name != target}
+    if is_object(batch):
+        return parted_object(batch, arguments)[0]
     if not isinstance(batch, list | tuple):
         return batch
     if len(batch) > 1 and len(batch) == arguments.required and not isinstance(batch[0], list | tuple | Mapping):
@@ -267,6 +295,8 @@ def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype, columns: I
 
     def convert(leaf: Any) -> Any:
         leaf = leaf if columns is None else columns.received(leaf)
+        if is_object(leaf):
+            return leaf.to(device)
         if not isinstance(leaf, Tensor | np.ndarray | np.generic) and not is_table(leaf):
             return leaf
         tensor = as_tensor("x", leaf if not is_table(leaf) else as_frame(leaf))

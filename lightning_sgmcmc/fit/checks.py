@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_sgmcmc.batches.inputs import leaves_of
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import resolve_num_data, stream_of, training_rows
@@ -418,7 +418,7 @@ class StreamShares:
 def _digest(batch: Any) -> int:
     """Return a number that tells batches apart."""
     found = 0
-    for leaf in tree_leaves(batch):
+    for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
             content = leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         else:

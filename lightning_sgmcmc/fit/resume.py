@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_sgmcmc.batches.inputs import leaves_of
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
 from lightning_sgmcmc.chains.callback import RunCallback, text_of
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chain_model, chains_of, sampler_of
@@ -558,7 +558,7 @@ def _numbers(dataset: Any, indices: Sequence[int], device: Any) -> list[float]:
     if isinstance(device, torch.device):
         reseed(0, device)
     batch = dataset.whole_batch(indices) if hasattr(dataset, "whole_batch") else [dataset[i] for i in indices]
-    return [number for leaf in tree_leaves(batch) for number in _number(leaf)]
+    return [number for leaf in leaves_of(batch) for number in _number(leaf)]
 
 
 def _number(leaf: Any) -> list[float]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,12 @@ from lightning_sgmcmc.tensors import widest
 
 COVERAGE_LEVELS = (0.5, 0.9)
 COVERAGES = tuple(f"coverage_{level * 100:.0f}" for level in COVERAGE_LEVELS)
+
+
+WEIGHTED = (
+    "counts some data several times, so the samples would be of no posterior: keep the data as they are, and choose "
+    "the class by its cost, or correct the probabilities for another prior, afterwards (docs/howto/decisions.md)"
+)
 
 
 class Likelihood(nn.Module):
@@ -56,6 +62,11 @@ class Likelihood(nn.Module):
     """Layers that the likelihood applies to the output, so that a network must not end in one."""
 
     missing: float | None = None
+
+    refused_arguments: ClassVar[Mapping[str, str]] = {
+        name: f"{name}=… {WEIGHTED}" for name in ("weight", "class_weight", "pos_weight")
+    }
+    """Arguments of losses that no density has, by name, and what to do instead."""
 
     def __init__(self, missing: float | None = None) -> None:
         super().__init__()

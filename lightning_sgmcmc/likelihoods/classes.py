@@ -91,9 +91,7 @@ class Categorical(ClassLikelihood):
     """
 
     refused_arguments: ClassVar[Mapping[str, str]] = {
-        "weight": "weight=… counts some data several times, so the samples would be of no posterior: keep the data as "
-        "they are, and choose the class by its cost, or correct the probabilities for another prior, afterwards "
-        "(docs/howto/decisions.md)",
+        **Likelihood.refused_arguments,
         "label_smoothing": "label_smoothing=… changes the labels, and an average over samples needs none to be "
         "calibrated: leave it out, or pass soft labels (n, K) if the labels are uncertain",
     }

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.inputs import as_tensors
+from lightning_sgmcmc.batches.inputs import as_tensors, is_object
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.execution import dtype_of
 from lightning_sgmcmc.chains.samples import SampleRecord
@@ -165,7 +165,8 @@ def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
             data = data[0]
         if data is None or (isinstance(data, list | tuple) and not data):
             raise ValueError(f"{what} needs validation data, and {name} has none: pass a loader of other data")
-    if isinstance(data, tuple | Tensor | np.ndarray) or data is None or not isinstance(data, Iterable):
+    is_one = isinstance(data, tuple | Tensor | np.ndarray) or is_object(data)
+    if is_one or data is None or not isinstance(data, Iterable):
         raise TypeError(
             f"{what} needs validation data with targets, got a {type(data).__name__}: pass a loader, a datamodule, "
             "or a list of batches, [(x, y)]"

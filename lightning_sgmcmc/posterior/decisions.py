@@ -20,6 +20,7 @@ from lightning_sgmcmc.diagnostics.joint import JointScore
 from lightning_sgmcmc.diagnostics.scores import detection_metrics
 from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.posterior import densities, guarantees
 from lightning_sgmcmc.posterior.calibration import check_predictions
 from lightning_sgmcmc.posterior.predictive import network_inputs, states_in_place
@@ -93,6 +94,7 @@ class Decisions(StoredSamples):
             densities = posterior.log_likelihood(torch.utils.data.DataLoader(data, 64))  # the training data
             arviz.loo(posterior.to_arviz(log_likelihood=densities))
         """
+        self._tell_of_calibration("log_likelihood")
         return densities.log_densities(self._ready_model(), self.store, data, "log_likelihood").values
 
     def joint_nll(
@@ -121,7 +123,15 @@ class Decisions(StoredSamples):
 
         Source: Osband et al. 2022 (Evaluating high-order predictive distributions in deep learning).
         """
+        self._tell_of_calibration("joint_nll")
         return densities.joint_score(self._ready_model(), self.store, self.weights, data, tau, sampling, seed)
+
+    def _tell_of_calibration(self, what: str) -> None:
+        if self.calibration is not None:
+            rank_zero_info(
+                f"{what} leaves out the posterior's calibration, which changes the average over samples and none of "
+                "them."
+            )
 
     def detect(self, known: Any, unknown: Any) -> Detection:
         """Return how well each score of the predictions separates out-of-distribution inputs from known ones.

@@ -14,13 +14,15 @@ from lightning_sgmcmc.chains.execution import MASK_SEED, homes_of, network_state
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
 from lightning_sgmcmc.files import check_regular, local_path
+from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.predictive import check_sample
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import ON_REQUEST, Members, Prediction, RegressionPrediction
-from lightning_sgmcmc.priors.centers import read_tensors
+from lightning_sgmcmc.priors.centers import read_tensors, weights_in
 from lightning_sgmcmc.tables import TargetScaling
+from lightning_sgmcmc.tensors import exact
 
 RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
 """Attributes of a module that belong to its run and not to its network."""
@@ -227,11 +229,12 @@ State = Mapping[str, Tensor] | nn.Module | str | Path
 def samples_of_states(states: Iterable[State] | str | Path, model: EnergyModel) -> MemoryStore:
     """Return networks that were trained elsewhere as samples of a model, one of each chain; see
     `Posterior.from_states`."""
-    given: list[State] = _files_in(states) if isinstance(states, str | Path) else list(states)
+    given: Sequence[State] = _files_in(states) if isinstance(states, str | Path) else list(states)
     if not given:
         raise ValueError("states is empty: pass at least one state dict, module or file with weights")
     names, parameters = network_state(model), {name for name, _ in model.named_parameters()}
-    own = {name.removeprefix("net."): name for name in names if name.startswith("net.")}
+    kept = parameters | set(model.state_dict())  # not the buffers that a network makes itself
+    own = {name.removeprefix("net."): name for name in names if name.startswith("net.") and name in kept}
     store = MemoryStore()
     for chain, state in enumerate(given):
         place = str(state) if isinstance(state, str | Path) else f"states[{chain}]"
@@ -251,7 +254,16 @@ def samples_of_states(states: Iterable[State] | str | Path, model: EnergyModel) 
     return store
 
 
-def _files_in(folder: str | Path) -> list[State]:
+def mean_likelihood(likelihood: Likelihood, samples: Iterable[PosteriorSample], weights: Tensor) -> Likelihood:
+    """Return a copy of a likelihood whose parameters are the weighted means over samples."""
+    found = copy.deepcopy(likelihood)
+    for name, parameter in found.named_parameters():
+        each = torch.stack([exact(sample.state[f"likelihood.{name}"]) for sample in samples])
+        parameter.data.copy_(torch.tensordot(weights.cpu(), each, 1))
+    return found
+
+
+def _files_in(folder: str | Path) -> list[Path]:
     """Return the files with weights in a folder, in the order of their names, or the file itself."""
     path = local_path(folder, "states", "copy the files to one first")
     if path.is_file():
@@ -260,7 +272,7 @@ def _files_in(folder: str | Path) -> list[State]:
     if not files:
         fault = f"has no file that ends with {', '.join(ENDINGS)}" if path.exists() else "does not exist"
         raise FileNotFoundError(f"states={str(folder)!r} {fault}")
-    return list(files)
+    return files
 
 
 def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
@@ -268,6 +280,10 @@ def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
     content: Any = state.state_dict() if isinstance(state, nn.Module) else state
     if isinstance(state, str | Path):
         path = local_path(state, "states", "copy the file to one first")
+        if path.is_dir():
+            (path, *others) = _files_in(path)
+            if others:
+                raise ValueError(f"{place} has {len(others) + 1} files of weights: pass one file for each network")
         check_regular(path.resolve())
         try:
             content = read_tensors(path, "the file")
@@ -275,6 +291,10 @@ def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
             raise ValueError(f"{place} cannot be read as weights: {error}") from error
     if not isinstance(content, Mapping):
         raise TypeError(f"{place} should be a state dict, a module or a file of one, got a {type(content).__name__}")
+    try:
+        content = weights_in(content)
+    except ValueError as error:
+        raise ValueError(f"{place} {error}") from error
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.inputs import is_object
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -23,7 +24,7 @@ from lightning_sgmcmc.posterior.description import model_of, warn_of_other_netwo
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.distillation import Compression, Distillation, Student, compress
 from lightning_sgmcmc.posterior.export import plot_map, plot_predictions, plot_reliability, plot_trace, samples_in
-from lightning_sgmcmc.posterior.networks import Ensemble, State, plain_networks, samples_of_states
+from lightning_sgmcmc.posterior.networks import Ensemble, State, mean_likelihood, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
     average_predictions,
     check_fits,
@@ -135,8 +136,8 @@ class Posterior(Decisions):
         Args:
             net: a network like the trained ones, in which nothing is changed.
             states: state dicts, modules, or files: a state dict of torch.save or safetensors, or a checkpoint of
-                Lightning, whose names may begin with those of a part (`model.`, `net.`); or a folder of such files, in
-                the order of their names.
+                Lightning, whose names may begin with those of a part (`model.`, `net.`); or folders with one such file
+                each, as transformers writes them. A folder alone has the files of all networks, by their names.
             likelihood: turns outputs into predictions, as it would in a `BayesianModule`.
             weights: of the networks, ≥ 0, in their order; None weighs all alike.
             device: device for predictions.
@@ -172,7 +173,8 @@ class Posterior(Decisions):
         `from_states`.
 
         Each network counts as one sample, as in `merge`: this posterior's samples count by their number. Predictions
-        stay in the units of this one's targets, in which the networks must have been trained.
+        stay in the units of this one's targets, in which the networks must have been trained. Parameters of the
+        likelihood, such as a learned noise, are the mean of this one's samples.
 
         Args:
             states: as for `from_states`.
@@ -189,8 +191,10 @@ class Posterior(Decisions):
                 "Posterior.from_states(net, states, likelihood), and merge"
             )
         with model.at_chain(0):
-            others = type(self).from_states(model.net, states, model.likelihood, weights)
+            likelihood = mean_likelihood(model.likelihood, self, self.weights)
+            others = type(self).from_states(model.net, states, likelihood, weights)
         others.store.columns = self.columns
+        others.model = model
         return self.merge(others)
 
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
@@ -239,9 +243,9 @@ class Posterior(Decisions):
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
 
-        The data are read in one pass. The samples stay in memory between batches if they take at most 256 MB (on CUDA a
-        quarter of the free memory); otherwise a warning says that they are read from disk again for every batch, and
-        larger batches are the remedy.
+        The data are read in one pass. The samples stay in memory between batches if they take at most an eighth of the
+        free memory (on CUDA a quarter). Otherwise a warning says that they are read from disk again for every batch,
+        and larger batches are the remedy.
 
         Args:
             batches: an iterable of batches (a DataLoader), as `predict` takes them.
@@ -251,10 +255,10 @@ class Posterior(Decisions):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        if isinstance(batches, Tensor | np.ndarray | tuple) or not isinstance(batches, Iterable):
+        if isinstance(batches, Tensor | np.ndarray | tuple) or is_object(batches) or not isinstance(batches, Iterable):
             raise TypeError(
                 f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
-                "predict(x) for one array"
+                "predict(x) for one array or batch"
             )
         return self._predictions(batches, return_samples)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.inputs import (
     LABELS,
@@ -20,7 +19,8 @@ from lightning_sgmcmc.batches.inputs import (
     has_doubtful_target,
     innermost,
     inputs_of,
-    plain,
+    is_object,
+    leaves_of,
     with_decoder_inputs,
 )
 from lightning_sgmcmc.batches.loader import is_shuffled
@@ -48,6 +48,7 @@ from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Members, Mixture, Prediction, RegressionPrediction
+from lightning_sgmcmc.process import free_memory
 from lightning_sgmcmc.tables import InputColumns
 from lightning_sgmcmc.tensors import bad_tensor, widest
 
@@ -167,9 +168,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 CHUNK = 256 * 2**20
-"""Bytes of inputs that are kept while all samples predict them."""
-KEPT = 256 * 2**20
-"""Bytes of samples in host memory that are kept between predictions."""
+"""Bytes of inputs that are kept while all samples predict them, at most."""
+HOST_SHARE, CUDA_SHARE = 1 / 8, 1 / 4
+"""The shares of free memory for samples that are kept between predictions; the first is also for inputs."""
 
 
 def average_predictions(
@@ -187,7 +188,7 @@ def average_predictions(
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
     with evaluation_mode(model), torch.no_grad(), samples.shared():
-        for chunk in _chunks(_inputs_alone(batches, model)):
+        for chunk in _chunks(_inputs_alone(batches, model), min(CHUNK, HOST_SHARE * free_memory())):
             part = [WeightedAverage() for _ in chunk]
             remaining = iter(log_weights)
             for group in samples.groups():
@@ -236,8 +237,8 @@ def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 class ReadySamples:
-    """The states of a store's samples on a model's device, kept between predictions if they take at most `KEPT` bytes
-    in host memory, or a quarter of a CUDA device's free memory; others are read again for every `CHUNK` of inputs."""
+    """The states of a store's samples on a model's device, kept between predictions if they take at most an eighth of
+    the free host memory, or a quarter of a CUDA device's; others are read again for every `CHUNK` of inputs."""
 
     def __init__(self, store: SampleStore, model: EnergyModel) -> None:
         self.model = model
@@ -264,7 +265,7 @@ class ReadySamples:
             yield from self._groups
             return
         kept: list[States] = []
-        room = KEPT if self.device.type != "cuda" else torch.cuda.mem_get_info(self.device)[0] / 4
+        room = (CUDA_SHARE if self.device.type == "cuda" else HOST_SHARE) * free_memory(self.device)
         at_once, fit = runs_at_once(self.device), True
         for states in grouped(self._states(), lambda state: state, MOST if at_once else 1):
             group = States(states)
@@ -343,13 +344,14 @@ def not_finite(terms: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()]).any(0)
 
 
-def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield lists of about `CHUNK` bytes of batches, read in one pass, since every sample must see the same inputs."""
+def _chunks(batches: Iterable[Any], most: float) -> Iterator[list[Any]]:
+    """Yield lists of batches that take at most some bytes, or of one, read in one pass, since every sample must see the
+    same inputs."""
     chunk: list[Any] = []
     size = 0
     for batch in batches:
-        own = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(plain(batch)))
-        if chunk and size + own > CHUNK:
+        own = sum(getattr(leaf, "nbytes", 0) for leaf in leaves_of(batch))
+        if chunk and size + own > most:
             yield chunk
             chunk, size = [], 0
         chunk.append(batch)
@@ -362,7 +364,7 @@ def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
     """Yield the inputs of batches, which may have targets, and which the model may take apart itself."""
     arguments, own, warned = model.accepted_arguments, overrides(model, "inputs_and_target"), False
     for batch in batches:
-        if own and isinstance(batch, list | tuple | Mapping):
+        if own and (isinstance(batch, list | tuple | Mapping) or is_object(batch)):
             yield model.inputs_and_target(batch)[0]
             continue
         if not warned and has_doubtful_target(batch, arguments):

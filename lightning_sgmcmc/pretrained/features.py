@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_sgmcmc.batches.inputs import Features, plain
+from lightning_sgmcmc.batches.inputs import Features, leaves_of
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders, is_shuffled
 from lightning_sgmcmc.chains.execution import evaluation_mode
 from lightning_sgmcmc.chains.starts import LIKELIHOOD, frozen_parts
@@ -324,7 +323,7 @@ def _reads_alike(loader: Any) -> bool:
 
 def _are_alike(first: Any, again: Any) -> bool:
     """Return whether two batches have the same tensors; NaN, a target that is missing, is equal to itself."""
-    pairs = zip(pytree.tree_leaves(plain(first)), pytree.tree_leaves(plain(again)), strict=False)
+    pairs = zip(leaves_of(first), leaves_of(again), strict=False)
     tensors = [(one, other) for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)]
     return all(
         one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -97,8 +97,35 @@ def read_tensors(path: Path, what: str) -> Any:
             f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone, or "
             "pass torch.load(path, weights_only=False)['state_dict'] in its place if you trust the file"
         ) from error
-    nested = content.get("state_dict") if isinstance(content, Mapping) else None
-    return nested if isinstance(nested, Mapping) else content
+    try:
+        return weights_in(content)
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from error
+
+
+def weights_in(content: Any) -> Any:
+    """Return the state dict in a training loop's checkpoint, whatever it is called there, or else the content itself.
+
+    >>> sorted(weights_in({"epoch": 3, "model_state_dict": {"weight": torch.zeros(2)}}))
+    ['weight']
+    """
+    if not isinstance(content, Mapping):
+        return content
+    if isinstance(content.get("state_dict"), Mapping):
+        return content["state_dict"]
+    found = [name for name, part in content.items() if _is_state(part) and not str(name).endswith("_extra_state")]
+    if len(found) > 1:
+        raise ValueError(
+            f"holds weights {len(found)} times, as {', '.join(map(repr, found))}: pass one of them, "
+            f"torch.load(path)[{found[0]!r}]"
+        )
+    return content[found[0]] if found else content
+
+
+def _is_state(part: Any) -> bool:
+    """Return whether something is a mapping of named tensors, which no optimizer's or schedule's state is."""
+    named = isinstance(part, Mapping) and bool(part)
+    return named and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in part.items())
 
 
 def _shown(source: Any) -> str:

@@ -1,5 +1,6 @@
 """Categorical with probabilities as targets: densities, gradients, metrics as expectations, refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Posterior
+from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, Categorical, PixelCategorical, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.diagnostics.scores import classification_metrics, expected_classification_metrics
+from lightning_sgmcmc.estimators import BayesianClassifier
 from lightning_sgmcmc.fit.results import per_datum
 from lightning_sgmcmc.tables import TargetScaling
 from tests.support.trainers import quiet_trainer
@@ -108,9 +110,21 @@ def test_what_is_no_probability_is_refused_in_the_first_step(target: Tensor, mes
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"weight": torch.ones(3)}, "weight.*cost"), ({"label_smoothing": 0.1}, "label_smoothing.*soft labels")],
+    ("make", "message"),
+    [
+        (lambda: Categorical(weight=torch.ones(3)), "Categorical: weight.*cost.*docs/howto/decisions.md"),
+        (lambda: Categorical(label_smoothing=0.1), "label_smoothing.*soft labels"),
+        (lambda: Bernoulli(pos_weight=torch.ones(1)), "Bernoulli: pos_weight.*cost"),
+        (lambda: PixelCategorical(weight=torch.ones(3)), "PixelCategorical: weight.*cost"),
+        (lambda: BayesianClassifier(class_weight="balanced"), "class_weight.*cost"),
+        (
+            lambda: BayesianModule(nn.Linear(4, K), nn.CrossEntropyLoss(weight=torch.ones(K))),
+            r"likelihood=Categorical\(\); weights have none",
+        ),
+        (lambda: BayesianModule(nn.Linear(4, 1), nn.MSELoss()), r"MSELoss.*likelihood=Gaussian\(learned=True\)$"),
+        (lambda: BayesianModule(nn.Linear(4, 1), nn.HuberLoss()), "docs/howto/targets.md"),
+    ],
 )
-def test_what_no_density_has_is_refused_with_the_remedy(options: dict[str, Any], message: str) -> None:
+def test_what_no_density_has_is_refused_with_the_remedy(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        Categorical(**options)
+        make()

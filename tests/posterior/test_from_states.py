@@ -4,14 +4,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import pytorch_lightning as pl
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertConfig, BertForSequenceClassification
 
-from lightning_sgmcmc import Categorical, Gaussian, Posterior
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
+from lightning_sgmcmc.datamodules import TableDataModule
+from tests.support.trainers import quiet_trainer
 
 x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
 
@@ -40,10 +46,20 @@ def files_of(nets: list[nn.Sequential], folder: Path) -> Path:
     return folder
 
 
+def checkpoints_of(nets: list[nn.Sequential], folder: Path) -> list[Any]:
+    """The networks as loops save them: beside an optimizer's state, under any name."""
+    optimizer = torch.optim.Adam(make().parameters())
+    others = {"epoch": 3, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    torch.save({"model_state_dict": nets[0].state_dict(), **others}, folder / "a.pt")
+    torch.save({"net": {f"module.{name}": t for name, t in nets[1].state_dict().items()}, **others}, folder / "b.pt")
+    return [folder / "a.pt", folder / "b.pt", {"model": nets[2].state_dict(), **others}]
+
+
 FORMS: dict[str, Callable[[list[nn.Sequential], Path], Any]] = {
     "modules": lambda nets, folder: nets,
     "state dicts": lambda nets, folder: [net.state_dict() for net in nets],
     "a folder": files_of,
+    "checkpoints of loops": checkpoints_of,
     "of several kinds": lambda nets, folder: [files_of(nets, folder) / "a.pt", nets[1], nets[2].state_dict()],
 }
 
@@ -112,6 +128,52 @@ def test_other_states_are_refused(states: Callable[[], Any], kind: type[Exceptio
 def test_other_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be 2 finite numbers"):
         Posterior.from_states(make(), [make(), make()], Categorical(), weights=weights)
+
+
+def test_models_of_transformers_have_buffers_that_are_not_saved(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=50, num_labels=3, **sizes)
+    trained = [BertForSequenceClassification(config).eval() for _ in range(2)]
+    for number, net in enumerate(trained):
+        net.save_pretrained(tmp_path / str(number))
+    net, folders = BertForSequenceClassification(config), [tmp_path / "0", tmp_path / "1"]
+    ids = torch.randint(50, (4, 6))
+    each = torch.stack([one(ids).logits.softmax(-1) for one in trained])
+    for states in (trained, folders, [folder / "model.safetensors" for folder in folders]):
+        posterior = Posterior.from_states(net, states, Categorical())
+        torch.testing.assert_close(posterior.predict({"input_ids": ids}).probabilities, each.mean(0))
+    torch.save(trained[0].state_dict(), tmp_path / "0" / "a.pt")
+    with pytest.raises(ValueError, match="has 2 files of weights: pass one file for each network"):
+        Posterior.from_states(net, folders, Categorical())
+
+
+def test_weights_that_are_there_twice_are_named() -> None:
+    with pytest.raises(ValueError, match=r"states\[0\] holds weights 2 times, as 'model', 'ema'"):
+        Posterior.from_states(make(), [{"model": make().state_dict(), "ema": make().state_dict()}], Categorical())
+
+
+def test_a_fitted_posterior_is_extended_in_its_units_with_its_noise(tmp_path: Path) -> None:
+    """y = 500 + 40·x: another network of the standardised targets, and the same from the folder in the end."""
+    frame = pd.DataFrame({"a": np.linspace(-1, 1, 105)})
+    frame["y"] = 500 + 40 * frame["a"] + np.random.default_rng(0).normal(0, 8, 105)
+    data = TableDataModule(frame, target="y", task="regression", batch_size=20)
+    module = BayesianModule(nn.Linear(1, 1), Gaussian(learned=True), num_chains=2)
+    quiet_trainer(max_epochs=30, callbacks=[AutoSampling(num_draws=6), SampleCollector(tmp_path)]).fit(module, data)
+    other = nn.Linear(1, 1)
+    nn.init.zeros_(other.weight)
+    nn.init.zeros_(other.bias)
+    x = frame[["a"]]
+    for fitted in (module.posterior, Posterior.load(tmp_path)):
+        assert fitted is not None
+        count = len(fitted)
+        longer = fitted.extend([other])
+        assert len(longer) == count + 1
+        prediction = longer.predict(x, return_samples=True)
+        mean = count / (count + 1) * fitted.predict(x).mean + frame["y"].mean() / (count + 1)
+        torch.testing.assert_close(prediction.mean, mean.to(prediction.mean), rtol=0, atol=2.0)
+        own = [sample.state["likelihood.log_std"] for sample in fitted]
+        noise = fitted.weights @ torch.stack(own).double().flatten()
+        torch.testing.assert_close(longer[count].state["likelihood.log_std"].double().flatten()[0], noise)
 
 
 def test_further_networks_extend_a_posterior(trained: list[nn.Sequential], tmp_path: Path) -> None:

@@ -39,6 +39,16 @@ def regression(count: int = 800) -> Posterior:
     return Posterior.from_states(net, [{"weight": w[None].float()} for w in weights], Gaussian(NOISE))
 
 
+def test_a_calibration_is_left_out_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    posterior, batch = regression(20), [drawn(30, 3)]
+    before = posterior.joint_nll(batch, tau=3), posterior.log_likelihood(batch)
+    posterior = posterior.calibrate([drawn(30, 4)])
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        assert posterior.joint_nll(batch, tau=3) == before[0]
+        torch.testing.assert_close(posterior.log_likelihood(batch), before[1])
+    assert [text.split(" leaves out")[0] for text in caplog.messages] == ["joint_nll", "log_likelihood"]
+
+
 def test_it_approaches_the_closed_form_of_linear_regression() -> None:
     """Four data are one group, whose density is N(X·m, X·C·Xᵀ + σ²·I)."""
     posterior, (x, y) = regression(), drawn(4, 2)

@@ -163,7 +163,7 @@ def test_a_stream_predicts_what_one_call_does(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(torch.cat(streamed), posterior.predict(x).probabilities)
     with pytest.raises(TypeError, match="predict\\(x\\) for one array"):
         posterior.predict_batches(x)
-    monkeypatch.setattr("lightning_sgmcmc.posterior.predictive.KEPT", 10)
+    monkeypatch.setattr("lightning_sgmcmc.posterior.predictive.free_memory", lambda device=None: 80)
     with pytest.warns(UserWarning, match="again for every batch"):
         list(in_memory(classifier()).predict_batches(batches))
 

@@ -48,7 +48,7 @@ def test_small_samples_are_read_once(tmp_path: Path, reads: list[Path], monkeypa
     posterior.store.set_log_weights([0.0] * len(posterior))
     torch.testing.assert_close(posterior.predict(inputs()).probabilities, more.sample_probabilities.mean(0))
 
-    monkeypatch.setattr(predictive, "KEPT", 100)
+    monkeypatch.setattr(predictive, "free_memory", lambda device=None: 800)
     large = Posterior.load(tmp_path / "s", model=classifier())
     for _ in range(2):
         count = len(reads)
