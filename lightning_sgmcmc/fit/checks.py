@@ -26,7 +26,7 @@ from lightning_sgmcmc.chains.trainer import (
     is_trial,
     repeated_batches,
 )
-from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood
+from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
 from lightning_sgmcmc.priors import GaussianPrior
@@ -151,10 +151,22 @@ def check_start(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> No
     _check_step_size(sampler)
     if is_trial(trainer):
         return
+    _check_noise(trainer, module)
     _check_thermostat(trainer, sampler)
     if not is_probe(trainer):
         _check_schedulers(trainer, sampler)
         _check_tested(trainer, sampler)
+
+
+def _check_noise(trainer: pl.Trainer, module: ChainModel) -> None:
+    """Warn of a fixed noise that is as large as the spread of standardised targets, as the default is."""
+    likelihood, std = module.likelihood, getattr(getattr(trainer, "datamodule", None), "target_std", None)
+    if isinstance(likelihood, Gaussian) and not likelihood.learned and likelihood.std >= 1 and std is not None:
+        rank_zero_warn(
+            f"Gaussian(std={likelihood.std:g}) says that the noise is as large as the spread of the standardised "
+            "targets, so intervals are too wide: pass Gaussian(learned=True), or the noise's standard deviation over "
+            "that of the targets."
+        )
 
 
 def _check_step_size(sampler: Sampler) -> None:

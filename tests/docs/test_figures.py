@@ -32,10 +32,8 @@ DERIVED = {
     "docs/start/install.md": {"0.3 %"},  # one of 359 images, in percent
     "docs/howto/decisions.md": {"0.14", "0.99"},  # 1.96·√(0.9·0.1/18); a level
     "docs/how_long.md": {"99.8 %", "5 %", "7.5", "0.25"},  # 1 - e^(-2·3), e^-3; the plan above it; a setting
-    "docs/health/before.md": {"0.73"},  # σ(1), the largest of two sigmoids
     "docs/health/index.md": {"0.02", "5 %", "0.3", "0.8"},  # a setting and limits; part of a quoted message
-    "docs/health/length.md": {"0.1", "0.002"},  # settings
-    "docs/health/steps.md": {"0.05"},  # a limit of `health/verdict.py`
+    "docs/health/warnings.md": {"0.73", "0.1", "0.002", "0.05"},  # σ(1); settings; a limit of `health/verdict.py`
     "docs/howto/automatic.md": {
         "0.025",
         "0.65",

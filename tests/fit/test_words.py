@@ -18,7 +18,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     recommended,
 )
-from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.datamodules import DatasetDataModule, TableDataModule
 from tests.support.paths import REPOSITORY
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer
@@ -47,6 +47,20 @@ def test_a_linear_regression_with_flat_targets_has_a_plan(shape: tuple[int, ...]
     trainer = quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1)])
     trainer.fit(module, datamodule=DatasetDataModule(sets, sets, batch_size=20))
     assert module.plan is not None
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "warns"), [(Gaussian(), True), (Gaussian(0.3), False), (Gaussian(1, True), False)]
+)
+def test_a_fixed_noise_as_large_as_the_targets_is_named(
+    likelihood: Gaussian, warns: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    x = torch.randn(60, 1)
+    data = TableDataModule(x, 100 * x[:, 0], batch_size=20, task="regression")
+    trainer = quiet_trainer(max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1)])
+    trainer.fit(BayesianModule(nn.Linear(1, 1), likelihood, lr=0.01), datamodule=data)
+    said = [str(w.message) for w in recwarn if "as large as the spread of the standardised targets" in str(w.message)]
+    assert len(said) == warns
 
 
 def test_one_sample_of_a_trial_is_one(capsys: pytest.CaptureFixture[str]) -> None:
