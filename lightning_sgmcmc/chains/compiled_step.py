@@ -144,11 +144,12 @@ class CompiledSteps:
         keeps_each = part is not None and part.keeps_each
         key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
+        scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read = ([], []) if part is None else (part.state, part.fixed)
-        fixed = _apart([self._inverse, num_data, *self._others.values(), *read])
+        fixed = _apart([*self._others.values(), *read])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
         own_number = [] if part is None else [part.numbers(count)]
-        of_steps = [*([] if noise is None else [noise]), *batches, weights, *columns, *own_number]
+        of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own_number]
         if last is not None:
             own = pytree.tree_unflatten([part[-1] for part in batches], structure)
             with torch.no_grad():
@@ -158,20 +159,21 @@ class CompiledSteps:
         if is_new:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
-            self._known[key] = None, [values.new_zeros(self._most, *values.shape[1:]) for values in of_steps]
+            self._known[key] = None, _Room(of_steps, self._most, flat.values.dtype)
         function, room = self._known[key]
-        torch._foreach_copy_([kept[:count] for kept in room], of_steps)
+        torch._foreach_copy_([kept[:count] for kept in room.views], of_steps)
         if is_new:
-            counts = [len(state), len(fixed), int(noise is not None), len(batches), 1 + len(columns) + len(own_number)]
+            counts = [len(state), len(fixed), int(noise is not None), len(batches)]
             function = self._compiled(names, structure, axis, counts, state, fixed, room, part)
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
-        found = function(*self._carried(state, keeps_each), *fixed, *room, torch.tensor(count))
-        _, *state_after, begun, energies, is_finite = found
+        _, *state_after, seen = function(*self._carried(state, keeps_each), *fixed, *room.tensors, torch.tensor(count))
+        begun, energies = (seen[0], seen[:count]) if keeps_each else (seen[0], seen[2:])
         if first is not None:
             check_alike(begun, first)
-        if not bool(is_finite & state_after[0].isfinite().all()):
+        are_finite = seen[:count].isfinite().all() if keeps_each else seen[1].sum() == 0
+        if not bool(are_finite & state_after[0].isfinite().all()):
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
@@ -179,15 +181,15 @@ class CompiledSteps:
             group.update({name: lr[-1] for name in FOLLOWING if name in group})
             group.update({name: group[name] + count for name in own_counts})
         if part is not None:
-            part.end(count, energies[:count])
+            part.end(count, energies)
         of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
         return of_last
 
     def _carried(self, state: list[Tensor], keeps_each: bool) -> list[Tensor]:
-        """Return what the steps begin with: their number, the state, the first energies, the last two or all, and
-        whether all are finite."""
-        nothing = self._flat.values.new_zeros(self._most if keeps_each else 2, 2, len(self._flat.values))
-        return [torch.tensor(0), *state, nothing[0].clone(), nothing, torch.tensor(True)]
+        """Return what the steps begin with: their number, the state, and the energies of all, or the first, how often
+        each was not finite, and the last two."""
+        nothing = self._flat.values.new_zeros(self._most if keeps_each else 4, 2, len(self._flat.values))
+        return [torch.tensor(0), *state, nothing]
 
     def _columns(
         self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int
@@ -216,26 +218,25 @@ class CompiledSteps:
         counts: list[int],
         state: list[Tensor],
         fixed: list[Tensor],
-        room: list[Tensor],
+        room: "_Room",
         part: StepPart | None,
     ) -> Any:
         """Return the steps as a compiled loop, a function of what `_carried` returns, what is fixed, what each step
         has of its own, and the number of steps.
 
         Args:
-            counts: numbers of tensors of the state, of what is fixed, of the noise, of a batch, and of weights and
-                controls.
+            counts: numbers of tensors of the state, of what is fixed, of the noise, and of a batch.
         """
 
         def step(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
             state = [next(given) for _ in range(counts[0])]
-            begun, energies, is_finite = (next(given) for _ in range(3))
-            inverse, num_data, *others = (next(given) for _ in range(counts[1]))
+            seen = next(given)
+            others = [next(given) for _ in range(counts[1])]
             at = index.reshape(1)
-            drawn, parts, (weights, *columns) = (
-                [next(given).index_select(0, at).squeeze(0) for _ in range(count)] for count in counts[2:]
-            )
+            of_step = iter(room.of_step([tensor.index_select(0, at).squeeze(0) for tensor in given]))
+            drawn, parts = ([next(of_step) for _ in range(count)] for count in counts[2:])
+            weights, inverse, num_data, *columns = of_step
             own = pytree.tree_unflatten(parts, structure)
             named = dict(zip(self._others, others))  # noqa: B905  # a part's tensors come after
             gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, weights)
@@ -244,18 +245,18 @@ class CompiledSteps:
             if part is not None:
                 *columns, number = columns
                 read = others[len(self._others) :]
-                multiplier, seen = part.multiplier(learned, read, numbers, columns[1], num_data)
-                learned = part.learn(learned, seen, number)
+                multiplier, found = part.multiplier(learned, read, numbers, columns[1], num_data)
+                learned = part.learn(learned, found, number)
             self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data, multiplier)
             if part is not None and part.keeps_each:
-                last = energies.index_copy(0, at, numbers[None])
+                seen = seen.index_copy(0, at, numbers[None])
             else:
-                last = torch.stack([energies[1], numbers])
-            all_finite = is_finite & numbers.isfinite().all()
-            return index + 1, values, *rows, *learned, torch.where(index == 0, numbers, begun), last, all_finite
+                wrong = seen[1] + (~numbers.isfinite()).to(numbers.dtype)
+                seen = torch.stack([torch.where(index == 0, numbers, seen[0]), wrong, seen[3], numbers])
+            return index + 1, values, *rows, *learned, seen
 
         carried = self._carried(state, part is not None and part.keeps_each)
-        tensors = [*carried, *fixed, *room]
+        tensors = [*carried, *fixed, *room.tensors]
         return _compiled_loop(trace(step, tensors, self._model), tensors, len(carried))
 
     def _update(
@@ -300,6 +301,35 @@ class CompiledSteps:
                 if name not in (*FOLLOWING, *counted) and value is not before.get(name):
                     raise NotTraceableError(f"{type(sampler).__name__} sets {name!r} in a step")
             start = stop
+
+
+class _Room:
+    """Memory for what each of the coming steps has of its own; what has the parameters' type is in one tensor.
+
+    A loop takes time for each tensor that it passes on.
+
+    Attributes:
+        tensors: the memory.
+        views: parts of it, as tensors of all steps.
+    """
+
+    def __init__(self, examples: Sequence[Tensor], most: int, dtype: torch.dtype) -> None:
+        self._shapes = [example.shape[1:] if example.dtype == dtype else None for example in examples]
+        self._sizes = [shape.numel() for shape in self._shapes if shape is not None]
+        rows = torch.zeros(most, sum(self._sizes), dtype=dtype, device=examples[0].device)
+        columns = iter(rows.split(self._sizes, 1))
+        self.views = [
+            example.new_zeros(most, *example.shape[1:]) if shape is None else next(columns).view(most, *shape)
+            for example, shape in zip(examples, self._shapes, strict=True)
+        ]
+        apart = [view for view, shape in zip(self.views, self._shapes, strict=True) if shape is None]
+        self.tensors = [rows, *apart]
+
+    def of_step(self, taken: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of a step, given its rows of the memory."""
+        row, *others = taken
+        columns, apart = iter(row.split(self._sizes)), iter(others)
+        return [next(apart) if shape is None else next(columns).view(shape) for shape in self._shapes]
 
 
 def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> Any:

@@ -52,7 +52,7 @@ LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
 FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
-MOST, MOST_NUMBERS = 128, 2**22
+MOST, MOST_NUMBERS = 512, 2**22
 """Steps of a block, and normal numbers that are drawn for it at once."""
 CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
 """Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
@@ -212,7 +212,7 @@ class StepBlocks:
             draws = self._schedule.draws
             count = next((ahead for ahead in range(max(1, 1 - own), count + 1) if draws(own + ahead)), count)
             due.append(count if own + count > 0 and draws(own + count) else most + 1)
-        is_seen = count in due or (count == end and not self._epochs.hides())
+        is_seen = count in due or (count == end and not self._epochs.hides(self._has_validation))
         return count, is_seen
 
     def _shows(self, coming: int) -> bool:
@@ -300,7 +300,7 @@ class StepBlocks:
     @property
     def _waits(self) -> int:
         """The number of steps that wait."""
-        return sum(len(segment.factors) for segment in self._waiting)
+        return sum([len(segment.factors) for segment in self._waiting])
 
     def _may_wait(self, count: int) -> bool:
         """Return whether the last steps of an epoch may wait for the next one's."""
@@ -319,8 +319,7 @@ class StepBlocks:
     def _goes_on(self, coming: Segment) -> bool:
         """Return whether some steps can be made together with those that wait."""
         before = self._waiting[-1]
-        one, other = ([part.shape[1:] for part in own.taken.parts] for own in (before, coming))
-        return coming.form == before.form and not self._parts and one == other
+        return coming.form == before.form and not self._parts and coming.taken.is_like(before.taken)
 
     def _make_waiting(self) -> None:
         """Make the steps that wait."""
@@ -370,10 +369,7 @@ class StepBlocks:
                 for own in zip(*(s.controls for s in segments), strict=True)
             ]
             noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
-            parts = [
-                torch.cat(own) if len(own) > 1 else own[0]
-                for own in zip(*(s.taken.parts for s in segments), strict=True)
-            ]
+            parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
             weights = [self._weights_of(segment) for segment in segments]
             batches = parts, first.taken.structure, first.taken.axis
             found = self._compiled.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)

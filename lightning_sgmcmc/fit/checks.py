@@ -357,7 +357,9 @@ def follow_data(trainer: pl.Trainer, module: ChainModel) -> None:
     """Read N again: energies, the prior's share and the noise follow it from the next step on."""
     chains = module.chains
     num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
-    take_num_data(module, num_data)
+    followed = {module.num_data, chains.observed.num_data, sampler_of(module).num_data}
+    if followed != {num_data} or (chains.energies is not None and chains.energies.num_data != num_data):
+        take_num_data(module, num_data)
     if chains.weights is not None:
         chains.weights.follow(num_data)
 

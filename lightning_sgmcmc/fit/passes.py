@@ -54,8 +54,7 @@ class Taken:
 
     Attributes:
         sizes: data of each batch and chain; empty if they differ between chains.
-        parts: the tensors of all steps' batches, shape (K, ..., B, ...), with an axis of chains after that of steps if
-            they have batches of their own. Shorter ones are filled up with copies of their first datum.
+        axis: 0 if chains have batches of their own, else None.
     """
 
     def __init__(
@@ -63,20 +62,40 @@ class Taken:
     ) -> None:
         self._tensors, self._rows, self._kind = tensors, rows, kind
         self.axis = None if len(rows) == 1 else 0
-        self.structure = pytree.tree_structure(kind(tensors))
         sizes = rows[0][1]
         self.sizes = sizes if all([own == sizes for _, own in rows]) else []
-        self.parts: list[Tensor] = []
         self._size = max(size or 0, *sizes)
-        if self.sizes:
-            at = [self._filled(own) for own, _ in rows]
-            self.parts = [tensor[at[0] if len(at) == 1 else torch.stack(at, 1)] for tensor in tensors]
+
+    @property
+    def structure(self) -> pytree.TreeSpec:
+        """What the tensors of a batch are the leaves of."""
+        return pytree.tree_structure(self._kind(self._tensors))
+
+    def is_like(self, other: "Taken") -> bool:
+        """Return whether the batches have one size, and are of the same data."""
+        same = all([one is own for one, own in zip(self._tensors, other._tensors, strict=True)])
+        return same and self._size == other._size and self.axis == other.axis
+
+    def parts(self, *following: "Taken") -> list[Tensor]:
+        """Return the tensors of the batches of these steps and of those that follow, shape (K, ..., B, ...).
+
+        They have an axis of chains after that of steps if chains have batches of their own. Shorter batches are filled
+        up with copies of their first datum.
+        """
+        chains = range(len(self._rows))
+        filled = [[own._filled(own._rows[chain][0]) for own in (self, *following)] for chain in chains]
+        of_chains = [torch.cat(own) if following else own[0] for own in filled]
+        at = of_chains[0] if self.axis is None else torch.stack(of_chains, 1)
+        found = [tensor.index_select(0, at.flatten()) for tensor in self._tensors]
+        return [part.view(*at.shape, *part.shape[1:]) for part in found]
 
     def _filled(self, rows: Tensor) -> Tensor:
         """Return the data of all steps, shape (K, B)."""
         size, sizes = self._size, self.sizes
         missing = size * len(sizes) - rows.shape[0]
-        if missing == size - sizes[-1]:  # only the last one is short, if any is
+        if missing == 0:
+            return rows.view(-1, size)
+        if missing == size - sizes[-1]:  # only the last one is short
             return torch.cat([rows, rows[-sizes[-1] :][:1].expand(missing)]).view(-1, size)
         return torch.stack([torch.cat([own, own[:1].expand(size - own.shape[0])]) for own in rows.split(sizes)])
 
@@ -197,8 +216,9 @@ class HiddenEpochs:
         """Whether nothing that happens between two epochs looks at the state of the chains."""
         return all(isinstance(callback, RunCallback) and callback.only_counts for callback in self._acting)
 
-    def hides(self) -> bool:
-        """Return whether the present epoch's end may be one that Lightning does not see."""
+    def hides(self, has_validation: bool) -> bool:
+        """Return whether the present epoch's end may be one that Lightning does not see, in a fit that has batches to
+        validate with or not."""
         trainer, loops = self._trainer, self._trainer.fit_loop
         loop, coming = loops.epoch_loop, trainer.current_epoch + 1
         if not self._may_turn or loops.restarting or loop.restarting or loops.is_resuming:
@@ -207,7 +227,7 @@ class HiddenEpochs:
             return False
         if any(every >= 1 and coming % every == 0 for every in self._keepers):
             return False
-        if validates(trainer) and loop._should_check_val_epoch():
+        if has_validation and loop._should_check_val_epoch():
             return False
         return not any(True for _ in loop._results.valid_items())  # what is logged of an epoch is reduced at its end
 

@@ -83,6 +83,8 @@ class ChainNoise:
         self._buffer = torch.empty(0)
         self._views: list[Tensor] = []
         self._loaded: dict[str, Any] | None = None
+        self._of_steps, self._rows = torch.empty(0), list[Tensor]()
+        """Memory for the noise of several steps, and its rows."""
 
     def draw(self) -> list[Tensor]:
         """Refill the buffer; return `draws` times one view per parameter, in its shape. The next overwrites them."""
@@ -96,16 +98,17 @@ class ChainNoise:
         return self._views
 
     def draw_steps(self, steps: int) -> Tensor:
-        """Return the numbers of the next steps, shape (K, C, columns), which the next draws do not change."""
+        """Return the numbers of the next steps, shape (K, C, columns); the next call overwrites them."""
         self.states()
-        columns = self.draws * self._starts[-1]
-        first = self._parameters[0]
-        drawn = torch.empty(steps, self.num_chains, columns, dtype=first.dtype, device=first.device)
-        rows = list(drawn.flatten(0, 1))
+        first, chains = self._parameters[0], self.num_chains
+        shape = (max(steps, len(self._rows) // chains), chains, self.draws * self._starts[-1])
+        if self._of_steps.shape != shape or self._of_steps.device != first.device:
+            self._of_steps = torch.empty(shape, dtype=first.dtype, device=first.device)
+            self._rows = list(self._of_steps.flatten(0, 1))
         for chain, generator in enumerate(self._generators):
-            for row in rows[chain :: self.num_chains]:
+            for row in self._rows[chain : steps * chains : chains]:
                 row.normal_(generator=generator)
-        return drawn
+        return self._of_steps[:steps]
 
     def states(self) -> list[Tensor]:
         """Return the generators' states, with which the next draw begins."""
