@@ -104,9 +104,7 @@ class ListedSteps:
             def energies(values: Tensor, inverse: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
                 named = dict(zip(self._others, rest[:count], strict=True))
                 own = pytree.tree_unflatten(list(rest[count + 1 :]), structure)
-                gradient, _, numbers, _ = with_gradient(
-                    self._energies, values, named, own, axis, inverse, rest[count]
-                )
+                gradient, _, numbers, _ = with_gradient(self._energies, values, named, own, axis, inverse, rest[count])
                 return gradient, numbers
 
             tensors = [*kept, *of_step]

@@ -95,8 +95,8 @@ class StepBlocks:
         self._rates = [getattr(c, "refresh_rate", 1) for c in callbacks_of(trainer) if isinstance(c, ProgressBar)]
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
-        self._epoch = -1
-        """The epoch of the last step; below 0 if the next one compares its energies."""
+        self._epoch, self._first_epoch = -1, -1
+        """The epochs of the last traced step and of the first; below 0 if the next one compares its energies."""
         self._weights: dict[Any, Tensor] = {}
         """Weights of the data of some steps, by what they depend on."""
         self._waiting: list[Segment] = []
@@ -259,10 +259,17 @@ class StepBlocks:
 
     def _checks(self, ahead: int = 0) -> bool:
         """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
-        the start of the first epochs, and then of one in 8 or in 1,000 steps."""
+        the start of the first epochs of such steps, and then of one in 8 or in 1,000 steps."""
         epoch = self._trainer.current_epoch + ahead
         every = max(8, 1_000 // self._trainer.num_training_batches)
-        return epoch != self._epoch and (epoch < 8 or epoch % every == 0 or self._epoch < 0)
+        return epoch != self._epoch and (epoch < self._first_epoch + 8 or epoch % every == 0 or self._epoch < 0)
+
+    def _checked(self) -> bool:
+        """Return whether the coming step compares its energies, and take note that it does."""
+        checks, self._epoch = self._checks(), self._trainer.current_epoch
+        if self._first_epoch < 0:
+            self._first_epoch = self._epoch
+        return checks
 
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
@@ -358,7 +365,7 @@ class StepBlocks:
         if energies is None or not is_possible or any(map(sampler.sets_options, sampler.param_groups)):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
-        checks, self._epoch = self._checks(), self._trainer.current_epoch
+        checks = self._checked()
         first, last = segments[0], segments[-1]
         try:
             looks = checks or energies.is_looking
@@ -533,7 +540,7 @@ class StepBlocks:
         chains = module.chains
         loss: Any = None
         if chains.traces and chains.stacked is not None:  # one chain gains from compiled steps alone
-            checks, self._epoch = self._checks(), trainer.current_epoch
+            checks = self._checked()
             try:
                 loss = chains.take_gradient(batch, index, trainer, checks)
             except NotTraceableError as error:
