@@ -21,6 +21,7 @@ from lightning_sgmcmc.chains.execution import (
     state_of,
     unrolled_is_faster,
 )
+from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike
@@ -184,6 +185,11 @@ class ChainEnergies:
         """Return what makes steps of these energies with a sampler whose state is in the rows."""
         assert self._rows is not None
         return self._rows.compiled_steps(sampler, most)
+
+    def listed_steps(self, sampler: Sampler) -> ListedSteps:
+        """Return what makes steps of these energies as lists of operations, as `compiled_steps`."""
+        assert self._rows is not None
+        return self._rows.listed_steps(sampler)
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -361,6 +367,10 @@ class RowEnergies:
     def compiled_steps(self, sampler: Sampler, most: int) -> CompiledSteps:
         """Return what makes steps of these energies, so many at once."""
         return CompiledSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse, most)
+
+    def listed_steps(self, sampler: Sampler) -> ListedSteps:
+        """Return what makes steps of these energies as lists of operations."""
+        return ListedSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse)
 
     def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
         """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.

@@ -24,7 +24,7 @@ COMPILATION, SAVED = 15, 1.5e-3
 WORTH_COMPILING = 20_000
 """Steps of a run from which compiled ones save twice the time of their compilation."""
 FEWEST = 1_000
-"""Steps of a run of several chains, times these, from which blocks save more than the second in which one is traced."""
+"""Steps of a run, times its chains, from which blocks save more than the second in which one is traced."""
 
 
 OF_A_STEP = (
@@ -84,8 +84,7 @@ def _is_small(trainer: Any, module: ChainModel) -> bool:
     chains = module.chains
     chosen = chains.compiled != True and chains.chosen_execution in ("auto", "vmap") and not module._compiled_net  # noqa: E712
     steps = trainer.estimated_stepping_batches
-    # One chain gains from compiled steps alone.
-    pays = steps >= WORTH_COMPILING or (chains.num_chains > 1 and steps * chains.num_chains >= FEWEST)
+    pays = steps * chains.num_chains >= FEWEST
     return chosen and pays and numbers_of(module) <= LARGEST and all(map(_is_traceable, module.modules()))
 
 

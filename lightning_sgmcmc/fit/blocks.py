@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_compiled
+from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
@@ -94,8 +95,8 @@ class StepBlocks:
         self._rates = [getattr(c, "refresh_rate", 1) for c in callbacks_of(trainer) if isinstance(c, ProgressBar)]
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
-        self._epoch = -1
-        """The epoch of the last step; below 0 if the next one compares its energies."""
+        self._epoch, self._first_epoch = -1, -1
+        """The epochs of the last traced step and of the first; below 0 if the next one compares its energies."""
         self._weights: dict[Any, Tensor] = {}
         """Weights of the data of some steps, by what they depend on."""
         self._waiting: list[Segment] = []
@@ -104,8 +105,11 @@ class StepBlocks:
         """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         self._compiles = compiles(module, trainer.estimated_stepping_batches)
+        self._lists = not self._compiles and module.chains.stacked is None
+        """Whether steps are listed; those of several chains gain less from it, and stay the same bit for bit."""
         self._epochs = HiddenEpochs(trainer, module)
         self._compiled: CompiledSteps | None = None
+        self._listed: ListedSteps | None = None
         numbers = numbers_of(module) * max(1, self._sampler.draws)
         self._most = max(1, min(MOST, MOST_NUMBERS // numbers))
         """Steps of a block."""
@@ -228,13 +232,14 @@ class StepBlocks:
         """
         chains, sampler = self._module.chains, self._sampler
         energies = chains.energies
-        ready = chains.traces and self._compiles and not self._clip[0] and sampler.step_count >= LAST
+        at_once = self._compiles or self._lists
+        ready = chains.traces and at_once and not self._clip[0] and sampler.step_count >= LAST
         if not ready or chains.observed.keeps_each or energies is None:
             return 0, False
         self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
         is_scaled = any(part.scales for part in self._parts)
-        possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= 1
+        possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= int(self._compiles)
         if not possible or has_hooks(sampler, self._scales is not None) or chains.accumulation.candidates > 1:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
@@ -254,10 +259,17 @@ class StepBlocks:
 
     def _checks(self, ahead: int = 0) -> bool:
         """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
-        the start of the first epochs, and then of one in 8 or in 1,000 steps."""
+        the start of the first epochs of such steps, and then of one in 8 or in 1,000 steps."""
         epoch = self._trainer.current_epoch + ahead
         every = max(8, 1_000 // self._trainer.num_training_batches)
-        return epoch != self._epoch and (epoch < 8 or epoch % every == 0 or self._epoch < 0)
+        return epoch != self._epoch and (epoch < self._first_epoch + 8 or epoch % every == 0 or self._epoch < 0)
+
+    def _checked(self) -> bool:
+        """Return whether the coming step compares its energies, and take note that it does."""
+        checks, self._epoch = self._checks(), self._trainer.current_epoch
+        if self._first_epoch < 0:
+            self._first_epoch = self._epoch
+        return checks
 
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
@@ -306,7 +318,7 @@ class StepBlocks:
         """Return whether the last steps of an epoch may wait for the next one's."""
         energies = self._module.chains.energies
         return (
-            self._compiled is not None
+            (self._compiled is not None or self._listed is not None)
             and energies is not None
             and not energies.is_looking
             and not self._parts
@@ -352,13 +364,15 @@ class StepBlocks:
         if energies is None or not is_possible or any(map(sampler.sets_options, sampler.param_groups)):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
-        checks, self._epoch = self._checks(), self._trainer.current_epoch
+        checks = self._checked()
         first, last = segments[0], segments[-1]
         try:
             looks = checks or energies.is_looking
             before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
             after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
-            if self._compiled is None:
+            if self._lists and self._listed is None:
+                self._listed = energies.listed_steps(sampler)
+            elif self._compiles and self._compiled is None:
                 left = self._trainer.estimated_stepping_batches - self._trainer.global_step
                 rank_zero_info(
                     f"Steps are compiled, once in about {COMPILATION} s, which saves about {left * SAVED:,.0f} s."
@@ -372,13 +386,16 @@ class StepBlocks:
             parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
             weights = [self._weights_of(segment) for segment in segments]
             batches = parts, first.taken.structure, first.taken.axis
-            found = self._compiled.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
+            steps = self._listed or self._compiled
+            assert steps is not None
+            found = steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
         except NotTraceableError as error:
-            self._compiles, self._epoch = False, -1  # the next step compares them again
-            rank_zero_info(f"The steps are not compiled: {error}.")
+            how = "compiled" if self._compiles else "listed"
+            self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
+            rank_zero_info(f"The steps are not {how}: {error}.")
         if found is None:
             sampler.noise_states(states)
-        else:
+        elif self._compiles:
             self._counters.compiled_steps += sum(len(own.factors) for own in segments)
         return found
 
@@ -519,7 +536,7 @@ class StepBlocks:
         chains = module.chains
         loss: Any = None
         if chains.traces and chains.stacked is not None:  # one chain gains from compiled steps alone
-            checks, self._epoch = self._checks(), trainer.current_epoch
+            checks = self._checked()
             try:
                 loss = chains.take_gradient(batch, index, trainer, checks)
             except NotTraceableError as error:

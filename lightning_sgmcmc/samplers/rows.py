@@ -55,8 +55,14 @@ class FlatGroup:
         columns = rows.split(self._sizes, 1)
         return [column.view(p.shape) for column, p in zip(columns, self.parameters, strict=True)]
 
+    def columns(self, rows: Tensor) -> list[Tensor]:
+        """Return each parameter's columns of a tensor of shape (C, d)."""
+        return list(rows.split_with_sizes(self._sizes, 1))
+
     def means(self, rows: Tensor) -> Tensor:
         """Return the mean over each parameter's columns of numbers ≥ 0, shape (C, T), in a few operations."""
+        if rows.device.type == "cpu":  # bit for bit as the mean of each, in less time
+            return torch.stack([columns.sum(1) for columns in self.columns(rows)], 1) / self._places()[0]
         segments = [segment for row in rows for segment in row.split(self._sizes)]
         totals = torch.stack(torch._foreach_norm(segments, 1))
         return totals.view(len(rows), -1) / self._places()[0]
@@ -64,6 +70,9 @@ class FlatGroup:
     def add_to_each(self, rows: Tensor, values: Tensor, start: int = 0) -> None:
         """Add a number of each parameter, shape (C, T), to its columns in place; `rows` are those from `start` on."""
         stop, index = start + rows.shape[1], self._ends
+        if rows.device.type == "cpu" and rows.shape == self.values.shape:
+            torch._foreach_add_(self.columns(rows), list(values[..., None].unbind(1)))
+            return
         first, last = bisect_right(index, start), bisect_left(index, stop) + 1
         if rows.device.type == "cpu" or last - first <= FEW:
             for place in range(first, last):

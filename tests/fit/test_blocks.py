@@ -43,6 +43,7 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
+from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, TensorBatches
 from lightning_sgmcmc.fit import block_runs, passes
@@ -57,7 +58,9 @@ DATA = TensorDataset(x, y)
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
 FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])]
 BOTH = ["traced", pytest.param("compiled", marks=needs_compiler)]
-"""The forms of tests that compile by default."""
+"""The forms of tests that compile by default; "traced" steps of one chain are listed."""
+STEPS = {"traced": ListedSteps, "compiled": CompiledSteps}
+"""What makes the steps of one chain in a form."""
 
 
 def network(width: int = 5) -> nn.Module:
@@ -189,14 +192,15 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks, without = Run(form, monkeypatch, **CASES[case]()), Run(None, monkeypatch, **CASES[case]())
     assert without.hidden == 0
-    if form == "compiled" or case != "one chain":  # which gains from compiled steps alone
-        assert with_blocks.hidden > with_blocks.trainer.global_step / 2
+    assert with_blocks.hidden > with_blocks.trainer.global_step / 2
     if form == "compiled":
         assert with_blocks.compiled > 0  # the first 64 steps are not
     with_blocks.check_like(without)
 
 
 RULES: dict[str, Any] = {
+    "SGLD": SGLD,
+    "SGHMC": SGHMC,
     "pSGHMC": pSGHMC,
     "pSGLD": pSGLD,
     "AdamSGLD": AdamSGLD,
@@ -205,8 +209,38 @@ RULES: dict[str, Any] = {
 }
 
 
-@needs_compiler
 @pytest.mark.parametrize("rule", RULES)
+def test_listed_steps_are_those_of_a_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across the change of temperature and adaptation at a burn-in's end."""
+    lengths = counted(ListedSteps, monkeypatch)
+
+    def run(form: str | None) -> Run:
+        schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=5)
+        return Run(form, monkeypatch, schedule, sampler=RULES[rule], chains=1, epochs=20)
+
+    listed, without = run("traced"), run(None)
+    assert sum(lengths) > 60  # of 140, and none of the first 64
+    listed.check_like(without)
+    groups = [each.trainer.optimizers[0].param_groups[0] for each in (listed, without)]
+    for name in groups[1].keys() - {"params"}:
+        assert groups[0][name] == groups[1][name], name
+
+
+def counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that fills with the numbers of steps that are made at once."""
+    lengths: list[int] = []
+    run = kind.run
+
+    def counting(self: Any, batches: Any, structure: Any, axis: Any, weights: Tensor, *rest: Any) -> Any:
+        lengths.append(len(weights))
+        return run(self, batches, structure, axis, weights, *rest)
+
+    monkeypatch.setattr(kind, "run", counting)
+    return lengths
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", [name for name in RULES if name not in ("SGLD", "SGHMC")])
 @pytest.mark.by_default("pSGHMC", "AdamSGLD]")
 def test_preconditioners_adapt_in_compiled_steps(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
@@ -221,10 +255,10 @@ def test_preconditioners_adapt_in_compiled_steps(rule: str, monkeypatch: pytest.
         assert groups[0].get(name) == groups[1].get(name) != 0
 
 
-@pytest.mark.parametrize("form", BOTH)
-def test_scales_of_the_prior_are_drawn_between_steps(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chains = 2 if form == "traced" else 1
-
+@pytest.mark.parametrize(
+    ("form", "chains"), [("traced", 2), ("traced", 1), pytest.param("compiled", 1, marks=needs_compiler)]
+)
+def test_scales_of_the_prior_are_drawn_between_steps(form: str, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
         prior = HierarchicalPrior(every_n_steps=9)
         module = BayesianModule(network(), Gaussian(0.3), prior, lr=1e-3, num_chains=chains, seed=3)
@@ -316,20 +350,26 @@ def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest
             assert mine == theirs or float(mine) == pytest.approx(float(theirs), rel=1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_resumed_run_is_the_whole_one(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "chains"),
+    [("traced", 1), ("traced", 2), pytest.param("compiled", 2, marks=[needs_compiler, pytest.mark.slow])],
+)
+def test_a_resumed_run_is_the_whole_one(
+    form: str, chains: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def data() -> DatasetDataModule:
         return DatasetDataModule(DATA, batch_size=20)
 
     def module() -> BayesianModule:
-        return BayesianModule(network(), Gaussian(0.3), sampler=SGHMC, lr=1e-3, num_chains=2, seed=3)
+        return BayesianModule(network(), Gaussian(0.3), sampler=SGHMC, lr=1e-3, num_chains=chains, seed=3)
 
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=11, save_top_k=-1)
     whole = Run(form, monkeypatch, keeper, data=data(), module=module(), enable_checkpointing=True)
     files = sorted(tmp_path.glob("*.ckpt"), key=lambda p: int(p.stem.split("step=")[1]))
     assert [int(p.stem.split("step=")[1]) for p in files] == list(range(11, 85, 11))
-    resumed = Run(form, monkeypatch, data=data(), module=module(), ckpt_path=files[3])
-    resumed.check_like(whole, exactly=True)
+    for file in (files[3], files[6]):
+        resumed = Run(form, monkeypatch, data=data(), module=module(), ckpt_path=file)
+        resumed.check_like(whole, exactly=True)
 
 
 def test_two_fits_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,14 +550,16 @@ class Elsewhere(BayesianModule):
         FACTOR[0] = 1.0 + 0.1 * self.trainer.current_epoch
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize(
+    ("form", "chains"), [("traced", 2), ("traced", 1), pytest.param("compiled", 2, marks=needs_compiler)]
+)
 @pytest.mark.parametrize("kind", [Calls, Noisy, Annealed, Elsewhere])
-def test_more_than_tensor_operations(form: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_tensor_operations(form: str, chains: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
         FACTOR[0] = 1.0
         if issubclass(kind, BayesianModule):
-            return Run(form, monkeypatch, module=kind(network(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3))
-        return Run(form, monkeypatch, module=BayesianModule(kind(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3))
+            return Run(form, monkeypatch, module=kind(network(), Gaussian(0.3), lr=1e-3, num_chains=chains, seed=3))
+        return Run(form, monkeypatch, module=BayesianModule(kind(), Gaussian(0.3), lr=1e-3, num_chains=chains, seed=3))
 
     run(form).check_like(run(None))
 
@@ -541,27 +583,20 @@ def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monke
     assert str(found) == str(wanted)
 
 
-@needs_compiler
-def test_steps_of_several_epochs_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", BOTH)
+def test_steps_of_several_epochs_are_made_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last batch of each is short; the samples and all counts are those of Lightning's own loop."""
-    lengths: list[int] = []
-    run = CompiledSteps.run
-
-    def counting(self: CompiledSteps, batches: Any, structure: Any, axis: Any, weights: Tensor, *rest: Any) -> Any:
-        lengths.append(len(weights))
-        return run(self, batches, structure, axis, weights, *rest)
-
-    monkeypatch.setattr(CompiledSteps, "run", counting)
+    lengths = counted(STEPS[form], monkeypatch)
     runs = [
-        Run(form, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=70), chains=1, epochs=70)
-        for form in ("compiled", None)
+        Run(each, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=70), chains=1, epochs=70)
+        for each in (form, None)
     ]
     runs[0].check_like(runs[1])
     assert max(lengths) > 5 * runs[0].trainer.num_training_batches
 
 
-@needs_compiler
-def test_a_run_that_diverges_in_such_steps_stops_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", BOTH)
+def test_a_run_that_diverges_in_such_steps_stops_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The energy overflows in a late epoch, by a step size that is too large."""
 
     def failure(form: str | None) -> NonFiniteEnergyError:
@@ -572,7 +607,7 @@ def test_a_run_that_diverges_in_such_steps_stops_at_its_step(monkeypatch: pytest
             Run(form, monkeypatch, schedule, module=module, epochs=400)
         return caught.value
 
-    found, wanted = failure("compiled"), failure(None)
+    found, wanted = failure(form), failure(None)
     assert found.step == wanted.step > 100
     assert str(found) == str(wanted)
 
