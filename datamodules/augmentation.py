@@ -96,6 +96,11 @@ class Augmentation:
         """Whether it is compiled on a GPU."""
         self._compiled: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
+    @property
+    def augments(self) -> bool:
+        """Whether two passes differ; without crop, flip and erasing it normalises alone."""
+        return bool(self.padding or self.flip or self.erasing)
+
     def __call__(self, images: Tensor) -> Tensor:
         if images.device.type == "cuda":
             return self.of_rows(images, torch.arange(len(images), device=images.device))

@@ -20,7 +20,7 @@ from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.fit.block_runs import has_blocks
-from lightning_sgmcmc.fit.checks import warn_of_other_loss
+from lightning_sgmcmc.fit.checks import check_namespace, warn_of_other_loss
 from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.fit.safeguards import Safeguards
@@ -376,6 +376,7 @@ class BayesianModule(ChainModel):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
+        check_namespace(self.trainer)  # Lightning itself would fail over another's datamodule before any later hook
         settle_folders(self.trainer)
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         if self.num_chains > 1:

@@ -68,6 +68,7 @@ def test_a_program_has_the_package_that_it_imports(
 
 @needs_both
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["Callback", "LightningDataModule"])
 @pytest.mark.parametrize(
     ("first", "then", "remedy"),
     [
@@ -75,7 +76,7 @@ def test_a_program_has_the_package_that_it_imports(
         ("lightning.pytorch, lightning_sgmcmc", "pytorch_lightning", "SGMCMC_LIGHTNING=pytorch_lightning"),
     ],
 )
-def test_a_mixture_is_refused(first: str, then: str, remedy: str, tmp_path: Path) -> None:
+def test_a_mixture_is_refused(first: str, then: str, remedy: str, part: str, tmp_path: Path) -> None:
     program = f"""
 import {first}
 import {then} as other
@@ -85,11 +86,13 @@ from lightning_sgmcmc.callbacks import SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
 from lightning_sgmcmc.namespace import pl
 
-class Own(other.Callback):
+class Own(other.{part}):
     pass
 
+is_data = {part == "LightningDataModule"}
+data, callbacks = (Own(), []) if is_data else (DigitsDataModule(), [Own()])
 module = BayesianModule(torch.nn.Linear(64, 10), Categorical(), lr=0.1)
-pl.Trainer(max_epochs=1, callbacks=[Own()], logger=False).fit(module, datamodule=DigitsDataModule())
+pl.Trainer(max_epochs=1, callbacks=callbacks, logger=False).fit(module, datamodule=data)
 """
     done = run(program, tmp_path)
     assert done.returncode == 1

@@ -60,7 +60,6 @@ REFUSED: dict[str, str] = {
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raise for settings with which the chain would not sample its posterior, and warn about biased ones."""
-    _check_namespace(trainer)
     check_methods(module, type(module))
     _check_strategy(trainer.strategy)
     _check_callbacks(trainer)
@@ -104,7 +103,8 @@ def task_of(likelihood: Any) -> str:
     return "counts" if bool(getattr(getattr(law, "support", None), "is_discrete", False)) else "regression"
 
 
-def _check_namespace(trainer: pl.Trainer) -> None:
+def check_namespace(trainer: pl.Trainer) -> None:
+    """Raise if a callback, logger or datamodule is of the other package of Lightning."""
     parts: list[Any] = [*callbacks_of(trainer), *trainer.loggers, getattr(trainer, "datamodule", None)]
     for part in parts:
         if is_of_other_namespace(part):

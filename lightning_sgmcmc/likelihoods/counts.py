@@ -1,6 +1,9 @@
 """Likelihoods of counts."""
 
+import math
+
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_within
@@ -8,6 +11,11 @@ from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, sum
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import negative_binomial_log_prob, poisson_log_prob
 from lightning_sgmcmc.tensors import widest
+
+LEAST_LOG_MEAN = -50.0
+"""The log of the rate where all counts are 0."""
+LOG_R = (-10.0, 15.0)
+"""Where a guess's log r is looked for; at the upper end it is Poisson."""
 
 
 class Poisson(Likelihood):
@@ -80,6 +88,19 @@ class NegativeBinomial(Likelihood):
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         output, y, observed = self._paired("NegativeBinomial", output, target)
         return summed(negative_binomial_log_prob(y, output, self.log_concentration), observed)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        counts = widest(columns(target, "NegativeBinomial"))
+        counts = counts[~counts.flatten(1).isnan().any(1)]
+        log_mean = counts.mean(0).log().clamp_min(LEAST_LOG_MEAN)  # of the most likely constant, whatever r is
+
+        def nll(log_r: float) -> float:
+            each = negative_binomial_log_prob(counts, log_mean, torch.as_tensor(log_r).to(counts))
+            return -float(each.flatten(1).sum(1).mean())
+
+        if not self.learned:
+            return nll(math.log(self.concentration))
+        return float(minimize_scalar(nll, bounds=LOG_R, method="bounded").fun)
 
     def extra_repr(self) -> str:
         return f"concentration={self.concentration}, learned={self.learned}"

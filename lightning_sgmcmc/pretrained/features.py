@@ -138,7 +138,8 @@ class FeatureDataModule(ArrayDataModule):
         data.setup("fit")
         name = type(data).__name__
         if isinstance(data, ArrayDataModule):
-            if data.train_transform() is not data.transform():
+            training = data.train_transform()
+            if training is not data.transform() and getattr(training, "augments", True):
                 raise ValueError(_augments(name))
             return None
         train, val = in_order(data.train_dataloader(), name, True), in_order(_loader_of(data, "val"), name)

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import optimize, stats
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, root_mean_squared_error
 from torch import Tensor, distributions
 
-from lightning_sgmcmc import Bernoulli, Categorical, Gaussian
+from lightning_sgmcmc import Bernoulli, Categorical, Gaussian, NegativeBinomial, Poisson
 from lightning_sgmcmc.diagnostics.scores import brier_score, classification_metrics, predictive_entropy, reliability
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -325,3 +326,25 @@ def test_epistemic_std_of_targets_far_from_zero() -> None:
     found = Gaussian(0.1).prediction(average.terms, None).epistemic_std
     expected = outputs.double().std(0, correction=0)
     torch.testing.assert_close(found.squeeze(-1).double(), expected, rtol=0.01, atol=0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("r", [0.3, 2.0])
+def test_the_guess_of_counts_is_the_most_likely_negative_binomial(r: float) -> None:
+    y = np.random.default_rng(0).negative_binomial(r, 0.3, size=(400, 1))
+
+    def nll(point: Any) -> float:
+        size = np.exp(point[1])
+        return float(-stats.nbinom.logpmf(y, size, size / (size + np.exp(point[0]))).mean())
+
+    best = optimize.minimize(nll, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10})
+    target = torch.as_tensor(y)
+    assert NegativeBinomial(learned=True).chance_nll(target) == pytest.approx(best.fun, abs=1e-7)
+    fixed = optimize.minimize_scalar(lambda log_mean: nll([log_mean, 0.0]))
+    assert NegativeBinomial(1.0).chance_nll(target) == pytest.approx(fixed.fun, abs=1e-7)
+
+
+def test_the_guess_of_counts_without_more_spread_than_poissons_is_his() -> None:
+    """Counts 0 to 3 in equal shares have less variance than their mean; and counts that are all 0 are certain."""
+    for counts in (torch.arange(40)[:, None] % 4, torch.zeros(9, 1)):
+        poisson = Poisson().chance_nll(counts)
+        assert NegativeBinomial(learned=True).chance_nll(counts) == pytest.approx(poisson, abs=1e-5)

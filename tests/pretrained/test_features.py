@@ -11,9 +11,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FeatureDataModule, Gaussian, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, TableDataModule
+from lightning_sgmcmc.datamodules import (
+    ArrayDataModule,
+    DatasetDataModule,
+    ImageFolderDataModule,
+    Split,
+    TableDataModule,
+)
 from lightning_sgmcmc.datamodules.datasets import collate_rows
 from tests.pretrained.networks import encoder
+from tests.support.image_folders import write_folder
 from tests.support.trainers import quiet_trainer
 
 
@@ -244,3 +251,21 @@ def test_loaders_whose_features_are_not_computed_once() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             FeatureDataModule(module(named()), data, **options).setup("fit")
+
+
+def test_images_without_augmentation(tmp_path: Path) -> None:
+    """The images that a fit would augment are refused, the same without are computed once."""
+    write_folder(tmp_path, {"train": 11, "val": 5})
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 5 * 5, 3))
+    augmented = ImageFolderDataModule(tmp_path, size=16, batch_size=10, augment=True)
+    features = FeatureDataModule(bayesianize(net, "last_layer", Categorical()), augmented)
+    with pytest.raises(ValueError, match="ImageFolderDataModule augments its training data"):
+        features.setup("fit")
+    data = ImageFolderDataModule(tmp_path, size=16, batch_size=10)
+    features = FeatureDataModule(bayesianize(net, "last_layer", Categorical()), data)
+    features.setup("fit")
+    x, y = next(iter(features.val_dataloader()))
+    images, labels = next(iter(data.val_dataloader()))
+    torch.testing.assert_close(x.values, net[:3](images))
+    assert torch.equal(y, labels)
+    assert features.num_data == len(data.splits[0].targets)
