@@ -132,16 +132,17 @@ def _guessing(evaluation: Evaluation) -> Finding | None:
         return None
     sentence = f"guessing: the average is no better than guessing (NLL {ours:.3g} and {guess:.3g})"
     remedy = "train longer, or check that inputs and targets belong together"
-    if _knows_more(evaluation):
-        sentence, remedy = f"{sentence}, though its single predictions are: it is overconfident", CALIBRATE
+    if (better := _better_than_guessing(evaluation)) is not None:
+        sentence, remedy = f"{sentence}, though its {better} is better: it is overconfident", CALIBRATE
     return Finding(FindingKind.GUESSING, sentence, "above", remedy=remedy)
 
 
-def _knows_more(evaluation: Evaluation) -> bool:
-    """Return whether an average's accuracy or RMSE is better than that of guessing, whatever its confidence."""
+def _better_than_guessing(evaluation: Evaluation) -> str | None:
+    """Return which score without a confidence is better than that of guessing; None for neither."""
     ours, guess = evaluation.bma, evaluation.guessing
-    sharper = ours.get("accuracy", math.nan) > guess.get("accuracy", math.nan)
-    return sharper or ours.get("rmse", math.nan) < guess.get("rmse", math.nan)
+    if ours.get("accuracy", math.nan) > guess.get("accuracy", math.nan):
+        return "accuracy"
+    return "RMSE" if ours.get("rmse", math.nan) < guess.get("rmse", math.nan) else None
 
 
 def _majority(evaluation: Evaluation) -> Finding | None:

@@ -75,7 +75,8 @@ CONFIGURATIONS = {
     ),
     "a network of another input size": (
         TEXT.replace("in_channels: 64", "in_channels: 32"),
-        "mat1 and mat2 shapes cannot be multiplied (179x64 and 32x100)",
+        "a batch has 64 inputs for each example, and the network's first linear layer takes 32: make it "
+        "nn.Linear(64, 100)",
     ),
     "no mapping": ("- 1\n", "run.yaml holds a list, but a configuration has keys and values (model, data, trainer)"),
     "an empty file": ("", "run.yaml holds nothing, but a configuration has keys and values (model, data, trainer)"),
