@@ -525,8 +525,9 @@ def guessing_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the best prediction that is the same for all data; {} if it is not known.
 
-    Classes have their shares, counts the likelihood's best constant output, and numbers a normal distribution with
-    their mean and variance. `terms` are those of any prediction of the data, for their shapes.
+    Classes have their shares, counts the likelihood's best constant output, numbers a normal distribution with their
+    mean and variance, and bounds the most likely normal, log-normal or Weibull one. `terms` are those of any prediction
+    of the data, for their shapes.
     """
     likelihood: Any = module.likelihood
     if likelihood is None or target is None or not len(target):
@@ -543,8 +544,9 @@ def guessing_metrics(
         guess = {"probabilities": shares}
     elif "label_probabilities" in terms or "mean" in terms:
         name = "mean" if "mean" in terms else "label_probabilities"
-        if target.numel() != terms[name].numel():
-            return {}  # bounds, say
+        if target.numel() != terms[name].numel():  # bounds, of which only the NLL is known
+            guess = {name: torch.full_like(terms[name][0], math.nan) for name in ("cdf", "cdf_below") if name in terms}
+            return _metrics_of_guess(module, guess, density, target, scaling)
         filled, entries = likelihood.split_missing(target)
         numbers = filled.to(terms[name]).reshape(terms[name].shape)
         known = torch.ones_like(numbers) if entries is None else entries.reshape(numbers.shape).to(numbers)
@@ -559,6 +561,13 @@ def guessing_metrics(
                 density = -logs.flatten(1).sum(1) / 2
     else:
         return {}
+    return _metrics_of_guess(module, guess, density, target, scaling)
+
+
+def _metrics_of_guess(
+    module: EnergyModel, guess: Mapping[str, Tensor], density: Tensor, target: Tensor, scaling: TargetScaling
+) -> dict[str, float]:
+    """Return the metrics of a prediction whose terms are the same for all data."""
     constant = {name: value.expand(len(target), *value.shape) for name, value in guess.items()}
     try:
         found = metrics_of(module, constant, density, target, scaling)

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 from lightning_sgmcmc.likelihoods.base import (
@@ -118,6 +120,12 @@ class Censored(Likelihood):
         low, high = (part.reshape(prediction.mean.shape) for part in target.unbind(-1))
         return prediction.mean[low == high], low[low == high]
 
+    def chance_nll(self, target: Tensor) -> float | None:
+        is_positive = getattr(self.distribution.support, "lower_bound", -math.inf) == 0
+        bounds = widest(target).reshape(len(target), -1, 2)
+        known = int((~bounds.isnan().any(-1)).any(1).sum())
+        return sum([_lowest_nll(own, is_positive) for own in bounds.unbind(1)]) / known if known else None
+
     def check_scaling(self, scale: float | Tensor, target: Tensor) -> None:
         if isinstance(scale, Tensor) and scale.numel() > 1:
             raise ValueError(
@@ -167,6 +175,29 @@ class _Bounds(NamedTuple):
     has_low: Tensor
     has_high: Tensor
     is_possible: Tensor
+
+
+def _lowest_nll(bounds: Tensor, is_positive: bool) -> float:
+    """Return the NLL in nats of bounds, shape (n, 2), under the most likely normal distribution, or of positive numbers
+    under the better of a log-normal and a Weibull."""
+    low, high = bounds[~bounds.isnan().any(1)].cpu().numpy().T
+    if is_positive:
+        low = low.clip(0)
+    known, begun, ended = low == high, high == math.inf, low <= (0 if is_positive else -math.inf)
+    between = ~(known | begun | ended)
+    within = np.stack([low, high], 1)[between]
+    data = stats.CensoredData(low[known], left=high[ended], right=low[begun], interval=within)
+    laws = (stats.lognorm, stats.weibull_min) if is_positive else (stats.norm,)
+    fits = [law(*law.fit(data, **({"floc": 0} if is_positive else {}))) for law in laws]
+    return float(
+        min(
+            -law.logpdf(low[known]).sum()
+            - law.logcdf(high[ended]).sum()
+            - law.logsf(low[begun]).sum()
+            - np.log(law.cdf(within[:, 1]) - law.cdf(within[:, 0])).sum()
+            for law in fits
+        )
+    )
 
 
 def right_censored(time: Any, event: Any) -> Tensor:

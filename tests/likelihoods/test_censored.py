@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -211,6 +211,31 @@ def test_the_posterior_of_one_parameter_is_that_of_quadrature(likelihood: Any, l
     assert float(draws.std()) == pytest.approx(std, rel=0.15)
 
 
+@pytest.mark.parametrize("likelihood", [Gaussian(), Weibull()])
+def test_guessing_is_the_most_likely_law_of_the_bounds(likelihood: Any) -> None:
+    draws = np.random.default_rng(1).weibull(1.5, 2000).astype("float32")
+    exact = torch.from_numpy(np.stack([draws, draws], 1))
+    if isinstance(likelihood, Weibull):
+        best = -stats.weibull_min(*stats.weibull_min.fit(draws, floc=0)).logpdf(draws).mean()
+    else:
+        best = -stats.norm(draws.mean(), draws.std()).logpdf(draws).mean()
+    assert Censored(likelihood).chance_nll(exact) == pytest.approx(best, rel=1e-4)
+    unseen = torch.cat([exact, torch.full((5, 2), NAN)])
+    assert Censored(likelihood).chance_nll(unseen) == pytest.approx(best, rel=1e-4)
+    # Durations that have not ended are a probability and not a density; half of them leave about half of the term.
+    ended = exact.clone()
+    ended[1000:, 1] = INF
+    law = stats.weibull_min if isinstance(likelihood, Weibull) else stats.norm
+
+    def nll(values: Any) -> float:
+        first, second = values[0], math.exp(values[1])
+        own = law(math.exp(first), scale=second) if law is stats.weibull_min else law(first, second)
+        return -float(own.logpdf(draws[:1000]).sum() + own.logsf(draws[1000:]).sum()) / 2000
+
+    found = optimize.minimize(nll, [0.5, 0.5], method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-8}).fun
+    assert Censored(likelihood).chance_nll(ended) <= found + 1e-4
+
+
 def test_from_fit_to_survival_curves(tmp_path: Path) -> None:
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     draws = np.random.default_rng(0)
@@ -228,6 +253,9 @@ def test_from_fit_to_survival_curves(tmp_path: Path) -> None:
     assert module.state_dict().keys() >= {"likelihood.likelihood.log_concentration"}
     metrics = module.evaluations["val"].bma
     assert set(metrics) == {"nll", "coverage_50", "coverage_90", "mae"}
+    guess = module.evaluations["val"].guessing
+    assert set(guess) == {"nll"}
+    assert guess["nll"] == pytest.approx(Censored(Weibull(1.0, learned=True)).chance_nll(target), rel=1e-5)
     posterior = Posterior.load(tmp_path / "s")
     prediction = posterior.predict(x)
     assert isinstance(prediction, RegressionPrediction)
