@@ -123,8 +123,8 @@ class Censored(Likelihood):
     def chance_nll(self, target: Tensor) -> float | None:
         is_positive = getattr(self.distribution.support, "lower_bound", -math.inf) == 0
         bounds = widest(target).reshape(len(target), -1, 2)
-        known = int((~bounds.isnan().any(-1)).any(1).sum())
-        return sum([_lowest_nll(own, is_positive) for own in bounds.unbind(1)]) / known if known else None
+        found = sum([_lowest_nll(own, is_positive) for own in bounds.unbind(1)])
+        return found / int((~bounds.isnan().any(-1)).any(1).sum()) if math.isfinite(found) else None
 
     def check_scaling(self, scale: float | Tensor, target: Tensor) -> None:
         if isinstance(scale, Tensor) and scale.numel() > 1:
@@ -179,13 +179,15 @@ class _Bounds(NamedTuple):
 
 def _lowest_nll(bounds: Tensor, is_positive: bool) -> float:
     """Return the NLL in nats of bounds, shape (n, 2), under the most likely normal distribution, or of positive numbers
-    under the better of a log-normal and a Weibull."""
+    under the better of a log-normal and a Weibull; NaN of bounds that determine none."""
     low, high = bounds[~bounds.isnan().any(1)].cpu().numpy().T
     if is_positive:
         low = low.clip(0)
     known, begun, ended = low == high, high == math.inf, low <= (0 if is_positive else -math.inf)
     between = ~(known | begun | ended)
     within = np.stack([low, high], 1)[between]
+    if len(np.unique(low[known])) + len(within) < 2:
+        return math.nan
     data = stats.CensoredData(low[known], left=high[ended], right=low[begun], interval=within)
     laws = (stats.lognorm, stats.weibull_min) if is_positive else (stats.norm,)
     fits = [law(*law.fit(data, **({"floc": 0} if is_positive else {}))) for law in laws]

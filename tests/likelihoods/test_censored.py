@@ -234,6 +234,8 @@ def test_guessing_is_the_most_likely_law_of_the_bounds(likelihood: Any) -> None:
 
     found = optimize.minimize(nll, [0.5, 0.5], method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-8}).fun
     assert Censored(likelihood).chance_nll(ended) <= found + 1e-4
+    for unknown in ([[1.0, INF], [2.0, INF]], [[1.0, 1.0], [1.0, 1.0]], [[NAN, NAN]]):
+        assert Censored(likelihood).chance_nll(torch.tensor(unknown)) is None
 
 
 def test_from_fit_to_survival_curves(tmp_path: Path) -> None:
