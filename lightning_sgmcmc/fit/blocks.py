@@ -539,7 +539,7 @@ class StepBlocks:
         trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
         chains = module.chains
         loss: Any = None
-        if chains.traces and chains.stacked is not None:  # one chain gains from compiled steps alone
+        if chains.traces and chains.stacked is not None:  # one chain gains from many steps at once alone
             checks = self._checked()
             try:
                 loss = chains.take_gradient(batch, index, trainer, checks)
