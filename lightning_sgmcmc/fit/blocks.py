@@ -203,7 +203,8 @@ class StepBlocks:
             interval = log_interval(trainer)
             due.append(interval - stepped % interval)
         every = trainer.val_check_batch
-        if self._has_validation and every is not None and not math.isinf(every):
+        may_validate = self._has_validation and loop._should_check_val_epoch()
+        if may_validate and every is not None and not math.isinf(every):
             due.append(
                 int(every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every)
             )
@@ -535,7 +536,7 @@ class StepBlocks:
         trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
         chains = module.chains
         loss: Any = None
-        if chains.traces and chains.stacked is not None:  # one chain gains from compiled steps alone
+        if chains.traces and chains.stacked is not None:  # one chain gains from many steps at once alone
             checks = self._checked()
             try:
                 loss = chains.take_gradient(batch, index, trainer, checks)
