@@ -19,7 +19,7 @@ from lightning_sgmcmc.checks import names_arguments
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, way_out
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
-from lightning_sgmcmc.tensors import exact
+from lightning_sgmcmc.tensors import Control, exact
 
 
 class Place(IntEnum):
@@ -116,6 +116,10 @@ class RunCallback(pl.Callback):
         Its hooks of a step are not called in others, so that several of them can be made at once.
         """
         return True
+
+    def step_controls(self, group: Mapping[str, Any]) -> Mapping[str, Control]:
+        """Return the controls of a parameter group that it changes in the coming steps, if it does not act in them."""
+        return {}
 
     def step_part(self) -> StepPart | None:
         """Return what it does in compiled steps, if it acts in all that it does not name by `acts_in`."""

@@ -128,7 +128,12 @@ class StepBlocks:
         chains = module.chains
         if not chains.traces:
             return None
-        if trainer.lr_scheduler_configs or any(chains.claims.holder(subject) is not None for subject in CLAIMS):
+        holders = [holder for subject in CLAIMS if (holder := chains.claims.holder(subject)) is not None]
+        if trainer.lr_scheduler_configs or holders:
+            what = (
+                f"{type(holders[0]).__name__} needs more than the gradient" if holders else "a scheduler acts in each"
+            )
+            rank_zero_info(f"Steps are not made in blocks, since {what}.")
             chains.stop_tracing(trainer)
             return None
         return cls(trainer, module, scales)
@@ -235,13 +240,13 @@ class StepBlocks:
         energies = chains.energies
         at_once = self._compiles or self._lists
         ready = chains.traces and at_once and not self._clip[0] and sampler.step_count >= LAST
-        if not ready or chains.observed.keeps_each or energies is None:
+        if not ready or energies is None:
             return 0, False
         self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
         is_scaled = any(part.scales for part in self._parts)
         possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= int(self._compiles)
-        if not possible or has_hooks(sampler, self._scales is not None) or chains.accumulation.candidates > 1:
+        if not possible or has_hooks(sampler, self._scales, *self._acting) or chains.accumulation.candidates > 1:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
             return 0, False  # a short batch is filled up, so an example must be a row
@@ -420,17 +425,24 @@ class StepBlocks:
         ahead = 0
         while ahead < count:
             self._apply(first + ahead)
-            own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in groups]
+            changed = [self._changed(group) for group in groups]
+            own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in changed]
             if form is not None and own != form:
                 self._apply(first + ahead - 1)
                 return controls, ahead, form
             form = own
             alike = min(self._steps_alike(first + ahead), count - ahead)
-            for kept, group in zip(controls, groups, strict=True):
+            for kept, group in zip(controls, changed, strict=True):
                 kept.lr.extend([group["lr"]] * alike)
                 kept.temperature.extend([group["temperature"]] * alike)
             ahead += alike
         return controls, count, form
+
+    def _changed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group with the controls of the coming steps, which callbacks may change."""
+        for callback in self._acting:
+            group = group | changed if (changed := callback.step_controls(group)) else group
+        return group
 
     def _apply(self, step: int) -> None:
         """Set the schedule's controls of a step, the sampler's so many-th."""
@@ -567,9 +579,11 @@ def _step_of(sampler: Sampler) -> Callable[[], Any]:
     return sampler.step if has_hooks(sampler) or not hasattr(step, "hooked") else partial(step.__wrapped__, sampler)
 
 
-def has_hooks(sampler: Any, known: int = 0) -> bool:
-    """Return whether more than so many functions are called before or after each update of a sampler."""
-    return len(sampler._optimizer_step_pre_hooks) + len(sampler._optimizer_step_post_hooks) > known
+def has_hooks(sampler: Any, *known: Any) -> bool:
+    """Return whether functions are called before or after each update of a sampler, but methods of known objects."""
+    hooks = *sampler._optimizer_step_pre_hooks.values(), *sampler._optimizer_step_post_hooks.values()
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return any([owner is None or all(owner is not one for one in known) for owner in owners])
 
 
 def _acts_in_steps(callback: RunCallback) -> bool:

@@ -18,7 +18,7 @@ from lightning_sgmcmc.chains.callback import Place, Run, SampledChains, StepClai
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.schedule import target_of
-from lightning_sgmcmc.chains.trainer import is_logged, log_scalars
+from lightning_sgmcmc.chains.trainer import is_logged, log_interval, log_scalars
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers.sampler import Control
@@ -85,6 +85,8 @@ def swapped(order: Tensor, accepted: Tensor) -> Tensor:
 # -- callback ----------------------------------------------------------------------------------------------------------
 
 
+FEWEST_BETWEEN = 4
+"""Steps from one attempt to the next from which those between are made at once."""
 ATTEMPTS_DRAWN = 64
 """Attempts whose uniform numbers are drawn and sent to the device at once; the numbers do not depend on it."""
 
@@ -248,11 +250,18 @@ class ReplicaExchange(StepClaimant):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    def acts_in(self, step: int) -> bool:
+        acting = self.every_n_steps, log_interval(self.run.trainer)
+        return self.every_n_steps < FEWEST_BETWEEN or any([step % every == 0 for every in acting])
+
+    def step_controls(self, group: Mapping[str, Any]) -> Mapping[str, Control]:
+        return self._controls(group, self._own_slots()) if self._is_hot(group["temperature"]) else {}
+
     def _set_controls(self, trainer: pl.Trainer) -> None:
         """Attempt swaps, and set each chain's temperature and step size to its slot's for this update."""
         sampler = self.run.sampler
         temperature = sampler.param_groups[0]["temperature"]
-        if not (isinstance(temperature, Tensor) or temperature > 0):
+        if not self._is_hot(temperature):
             return
         before = after = self._own_slots()
         if (sampler.step_count + 1) % self.every_n_steps == 0:
@@ -265,13 +274,17 @@ class ReplicaExchange(StepClaimant):
                 self._rescale_momenta(group, old, new)
             group.update(new)
 
+    def _is_hot(self, temperature: Control) -> bool:
+        """Return whether the slots differ: at a temperature of 0 there are no swaps."""
+        return isinstance(temperature, Tensor) or temperature > 0
+
     def _own_slots(self) -> Tensor:
         """Return the slot of each of this process's chains, shape (C,)."""
         slots = torch.arange(self._order.shape[1], device=self._order.device).expand_as(self._order)
         of_chain = torch.empty_like(slots.flatten()).scatter_(0, self._order.flatten(), slots.flatten())
         return self.run.chains.layout.own(of_chain)
 
-    def _controls(self, group: dict[str, Any], slots: Tensor) -> dict[str, Control]:
+    def _controls(self, group: Mapping[str, Any], slots: Tensor) -> dict[str, Control]:
         device = self.run.module.device
         return {name: group[name] * sent(self._slots[name][slots], device) for name in ("lr", "temperature")}
 

@@ -34,6 +34,7 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     ChainHealth,
     ContourGradient,
+    ControlVariates,
     CyclicalSchedule,
     PosteriorDashboard,
     ReplicaExchange,
@@ -333,6 +334,41 @@ def test_one_chain_with_a_contour(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("every", [7, 3])
+@pytest.mark.by_default("7-")
+def test_replicas_are_exchanged_between_steps(
+    form: str, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def exchange() -> ReplicaExchange:
+        return ReplicaExchange([1.0, 1.1], lrs=[1.0, 1.2], every_n_steps=every, correction=100.0)
+
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=100, save_top_k=-1)
+    data = {"data": DatasetDataModule(DATA, batch_size=20), "epochs": 40}
+    whole = Run(form, monkeypatch, exchange(), keeper, enable_checkpointing=True, **data)
+    without = Run(None, monkeypatch, exchange(), **data)
+    whole.check_like(without)
+    steps = whole.trainer.global_step
+    assert whole.hidden > steps / 2
+    assert whole.compiled == 0 if form == "traced" or every < 4 else whole.compiled > steps / 3
+    mine, theirs = (
+        next(c for c in run.trainer.callbacks if isinstance(c, ReplicaExchange)).state_dict()
+        for run in (whole, without)
+    )
+    assert mine["attempts"] == theirs["attempts"] == steps // every
+    assert torch.equal(mine["tally"], theirs["tally"])
+    assert 0 < mine["tally"][1, 0] < mine["tally"][0, 0]
+    resumed = Run(
+        form,
+        monkeypatch,
+        exchange(),
+        ckpt_path=next(tmp_path.glob("*step=100.ckpt")),
+        enable_checkpointing=False,
+        **data,
+    )
+    resumed.check_like(whole, exactly=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(form: str | None) -> tuple[Any, list[list[str]]]:
         logger = CSVLogger(tmp_path, name=str(form))
@@ -470,6 +506,17 @@ def test_checkpoints_by_time_are_written(form: str, monkeypatch: pytest.MonkeyPa
     run = Run(form, monkeypatch, often, enable_checkpointing=True)
     assert run.hidden == 0
     assert sorted(int(path.stem.split("=")[1]) for path in tmp_path.glob("step=*")) == list(range(1, 85))
+
+
+def test_steps_with_more_gradients_than_one_are_not_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        run = Run("traced", monkeypatch, ControlVariates(), data=DatasetDataModule(DATA, batch_size=20), epochs=4)
+    assert run.hidden == 0
+    assert [m for m in caplog.messages if "blocks" in m] == [
+        "Steps are not made in blocks, since ControlVariates needs more than the gradient."
+    ]
 
 
 class Validated(BayesianModule):
