@@ -57,7 +57,7 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     }
     networks = [data for data in sets if "channels" not in settings.sets[data]]  # a CNN's data are counted already
     parts = [
-        _introduction(seeds),
+        _introduction(settings, seeds),
         limits.section(results, sets, fixed),
         *(_section(results, problems[data], compared[data]) for data in sets),
     ]
@@ -70,18 +70,21 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     return [row for data in sets for row in _rows(results, data, compared[data])]
 
 
-def _introduction(seeds: int) -> str:
+def _introduction(settings: Settings, seeds: int) -> str:
+    own = {data: settings.sets[data].get("seeds", seeds) for data in settings.chosen_sets}
+    fewer = "".join(f", {count} on {data}" for data, count in own.items() if count < seeds)
     return (
-        f"# Methods at equal cost\n\n{seeds} seeds; means over them. Each method makes the "
-        "same number of gradient evaluations on a data set (`ensemble_4x` four times as many; `sgd_tuned` and "
-        "`ensemble_tuned` may stop earlier, and their settings come from a grid that is not counted; `sgd_grid` pays "
-        "for its own, four networks with a quarter of the steps each). Rows with _temperature are the row above, "
-        "calibrated on the validation data by one number; `auto_10` has ten samples of `auto`, which the validation "
-        "data choose. A prediction costs as many passes as the table has, and MB is the size of their weights. Sets of "
-        "classes have the most probable ones up to 90 %, without a conformal threshold. Regression: in the target's "
-        "units, OOD by the predictive standard deviation. The joint NLL is of groups of 10 test data, in nats per "
-        "example: dyadic ones of classes, near ones of numbers; a calibration is not of it. Differences are paired, "
-        "below 0 is better, with 95 % intervals of a bootstrap over seeds and test data; * off zero."
+        f"# Methods at equal cost\n\n"
+        f"{seeds} seeds{fewer}; means over them. Each method makes the same number of gradient evaluations on a data "
+        "set (`ensemble_4x` four times as many; `sgd_tuned` and `ensemble_tuned` may stop earlier; settings of rows "
+        "with _tuned come from a grid that is not counted; `sgd_grid` pays for its own, four networks with a "
+        "quarter of the steps each). Rows with _temperature are the row above, calibrated on the validation data by "
+        "one number; `auto_10` has ten samples of `auto`, which the validation data choose. A prediction costs as "
+        "many passes as the table has, and MB is the size of their weights. Sets of classes have the most probable "
+        "ones up to 90 %, without a conformal threshold. Regression: in the target's units, OOD by the predictive "
+        "standard deviation. The joint NLL is of groups of 10 test data, in nats per example: dyadic ones of "
+        "classes, near ones of numbers; a calibration is not of it. Differences are paired, below 0 is better, with "
+        "95 % intervals of a bootstrap over seeds and test data; * off zero."
     )
 
 
@@ -118,17 +121,24 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
 
 
 def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> list[Row]:
-    """Return a data set's figures to keep: of the differences only those of the NLL from `ensemble`."""
+    """Return a data set's figures to keep, to six digits, with a value for each seed where seeds differ.
+
+    Of the differences these are only those of `auto`'s NLL from `ensemble`: others follow from the seeds' values.
+    """
     found = []
     for row in ROWS:
         if not results.has(data, row):
             continue
         label = f"{data}: {row}"
-        found += [mean_row(label, METRICS[name], values) for name, values in results.metrics(data, row).items()]
         gradients, seconds = zip(*results.costs[data, row], strict=True)
-        found += [mean_row(label, "gradient evaluations", gradients), mean_row(label, "seconds", seconds)]
+        figures = {METRICS[name]: values for name, values in results.metrics(data, row).items()}
+        figures |= {"gradient evaluations": list(gradients), "seconds": list(seconds)}
+        for name, values in figures.items():
+            short = [float(f"{value:.6g}") for value in values]
+            is_same = len(short) > 1 and len(set(short)) == 1
+            found.append(Row(label, name, short[0]) if is_same else mean_row(label, name, short))
         change = compared["ensemble", "nll"].get(row)
-        if change is not None:
+        if change is not None and row in (limits.SUBJECT, limits.FEW):
             ends = {"": change.value, ", 95 % from": change.low, ", 95 % to": change.high}
             found += [Row(label, f"NLL - ensemble{end}", value) for end, value in ends.items()]
     return found
