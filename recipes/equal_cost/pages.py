@@ -76,8 +76,8 @@ def _introduction(settings: Settings, seeds: int) -> str:
     return (
         f"# Methods at equal cost\n\n"
         f"{seeds} seeds{fewer}; means over them. Each method makes the same number of gradient evaluations on a data "
-        "set (`ensemble_4x` four times as many; `sgd_tuned` and `ensemble_tuned` may stop earlier; settings of rows "
-        "with _tuned come from a grid that is not counted; `sgd_grid` pays for its own, four networks with a "
+        "set (`ensemble_4x` four times as many; rows with _tuned may stop earlier, and their settings "
+        "come from a grid that is not counted; `sgd_grid` pays for its own, four networks with a "
         "quarter of the steps each). Rows with _temperature are the row above, calibrated on the validation data by "
         "one number; `auto_10` has ten samples of `auto`, which the validation data choose. A prediction costs as "
         "many passes as the table has, and MB is the size of their weights. Sets of classes have the most probable "
