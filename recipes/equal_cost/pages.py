@@ -57,8 +57,9 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     }
     networks = [data for data in sets if "channels" not in settings.sets[data]]  # a CNN's data are counted already
     parts = [
-        _introduction(settings, seeds),
+        _introduction(results, sets, seeds),
         limits.section(results, sets, fixed),
+        _overview(results, sets),
         *(_section(results, problems[data], compared[data]) for data in sets),
     ]
     said = [*sentences(results, networks, fixed), *best_auroc(results, networks)]
@@ -70,14 +71,18 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     return [row for data in sets for row in _rows(results, data, compared[data])]
 
 
-def _introduction(settings: Settings, seeds: int) -> str:
-    own = {data: settings.sets[data].get("seeds", seeds) for data in settings.chosen_sets}
-    fewer = "".join(f", {count} on {data}" for data, count in own.items() if count < seeds)
+def _introduction(results: Results, sets: Sequence[str], seeds: int) -> str:
+    counts = {data: {row: len(results.costs[data, row]) for row in results.rows(data)} for data in sets}
+    most = {data: max(own.values(), default=0) for data, own in counts.items()}
+    fewer = [f", {count} on {data}" for data, count in most.items() if count < seeds]
+    short = sorted({row for data, own in counts.items() for row, count in own.items() if count < most[data]})
+    if short:
+        fewer.append(f"; fewer of {', '.join(f'`{row}`' for row in short)}, so compare these by paired differences")
+    number = f"{seeds} seeds{''.join(fewer)}"
     return (
-        f"# Methods at equal cost\n\n"
-        f"{seeds} seeds{fewer}; means over them. Each method makes the same number of gradient evaluations on a data "
-        "set (`ensemble_4x` four times as many; rows with _tuned may stop earlier, and their settings "
-        "come from a grid that is not counted; `sgd_grid` pays for its own, four networks with a "
+        f"# Methods at equal cost\n\n{number}; means over them. Each method makes the same number of gradient "
+        "evaluations on a data set (`ensemble_4x` four times as many; rows with _tuned may stop earlier, and their "
+        "settings come from a grid that is not counted; `sgd_grid` pays for its own, four networks with a "
         "quarter of the steps each). Rows with _temperature are the row above, calibrated on the validation data by "
         "one number; `auto_10` has ten samples of `auto`, which the validation data choose. A prediction costs as "
         "many passes as the table has, and MB is the size of their weights. Sets of classes have the most probable "
@@ -86,6 +91,19 @@ def _introduction(settings: Settings, seeds: int) -> str:
         "classes, near ones of numbers; a calibration is not of it. Differences are paired, below 0 is better, with "
         "95 % intervals of a bootstrap over seeds and test data; * off zero."
     )
+
+
+def _overview(results: Results, sets: Sequence[str]) -> str:
+    """Return two tables of all data sets: the NLL in nats, and the AUROC of out-of-distribution inputs."""
+    rows = [row for row in ROWS if any(results.has(data, row) for data in sets)]
+    tables = []
+    for metric in ("nll", "ood_auroc"):
+        lines = [
+            [row, *(f"{results.mean(data, row, metric):.3f}" if results.has(data, row) else "" for data in sets)]
+            for row in rows
+        ]
+        tables.append(markdown_table([METRICS[metric], *sets], lines).replace("| -", "| −"))
+    return "## All data sets\n\n" + "\n".join(tables)
 
 
 def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> str:
