@@ -72,24 +72,19 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
 
 
 def _introduction(results: Results, sets: Sequence[str], seeds: int) -> str:
-    counts = {data: {row: len(results.costs[data, row]) for row in results.rows(data)} for data in sets}
-    most = {data: max(own.values(), default=0) for data, own in counts.items()}
-    fewer = [f", {count} on {data}" for data, count in most.items() if count < seeds]
-    short = sorted({row for data, own in counts.items() for row, count in own.items() if count < most[data]})
-    if short:
-        fewer.append(f"; fewer of {', '.join(f'`{row}`' for row in short)}, so compare these by paired differences")
-    number = f"{seeds} seeds{''.join(fewer)}"
+    most = {data: max((results.seeds(data, row) for row in results.rows(data)), default=0) for data in sets}
+    fewer = "".join(f", {count} on {data}" for data, count in most.items() if count < seeds)
     return (
-        f"# Methods at equal cost\n\n{number}; means over them. Each method makes the same number of gradient "
-        "evaluations on a data set (`ensemble_4x` four times as many; rows with _tuned may stop earlier, and their "
-        "settings come from a grid that is not counted; `sgd_grid` pays for its own, four networks with a "
-        "quarter of the steps each). Rows with _temperature are the row above, calibrated on the validation data by "
-        "one number; `auto_10` has ten samples of `auto`, which the validation data choose. A prediction costs as "
-        "many passes as the table has, and MB is the size of their weights. Sets of classes have the most probable "
-        "ones up to 90 %, without a conformal threshold. Regression: in the target's units, OOD by the predictive "
-        "standard deviation. The joint NLL is of groups of 10 test data, in nats per example: dyadic ones of "
-        "classes, near ones of numbers; a calibration is not of it. Differences are paired, below 0 is better, with "
-        "95 % intervals of a bootstrap over seeds and test data; * off zero."
+        f"# Methods at equal cost\n\n{seeds} seeds{fewer}; means over them; (3) marks a row with three only. Each "
+        "method makes the same number of gradient evaluations on a data set (`ensemble_4x` four times as many; rows "
+        "with _tuned may stop earlier, and their settings come from a grid that is not counted; `sgd_grid` pays for "
+        "its own, four networks with a quarter of the steps each). Rows with _temperature are the row above, "
+        "calibrated on the validation data by one number; `auto_10` has ten samples of `auto`, which the validation "
+        "data choose. A prediction costs as many passes as the table has, and MB is the size of their weights. Sets "
+        "of classes have the most probable ones up to 90 %, without a conformal threshold. Regression: in the target's "
+        "units, OOD by the predictive standard deviation. The joint NLL is of groups of 10 test data, in nats per "
+        "example: dyadic ones of classes, near ones of numbers; a calibration is not of it. Differences are paired, "
+        "below 0 is better, with 95 % intervals of a bootstrap over seeds and test data; * off zero."
     )
 
 
@@ -98,12 +93,20 @@ def _overview(results: Results, sets: Sequence[str]) -> str:
     rows = [row for row in ROWS if any(results.has(data, row) for data in sets)]
     tables = []
     for metric in ("nll", "ood_auroc"):
-        lines = [
-            [row, *(f"{results.mean(data, row, metric):.3f}" if results.has(data, row) else "" for data in sets)]
-            for row in rows
-        ]
+        lines = [[row, *(_mean(results, data, row, metric) for data in sets)] for row in rows]
         tables.append(markdown_table([METRICS[metric], *sets], lines).replace("| -", "| −"))
     return "## All data sets\n\n" + "\n".join(tables)
+
+
+def _mean(results: Results, data: str, row: str, metric: str) -> str:
+    """Return a row's mean as text, with its number of seeds if others of the data set have more; "" without a row."""
+    return f"{results.mean(data, row, metric):.3f}{_mark(results, data, row)}" if results.has(data, row) else ""
+
+
+def _mark(results: Results, data: str, row: str) -> str:
+    """Return " (3)" for a row of three seeds if others of the data set have more, else ""."""
+    count = results.seeds(data, row)
+    return "" if count == max(results.seeds(data, other) for other in results.rows(data)) else f" ({count})"
 
 
 def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> str:
@@ -119,7 +122,7 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
         metrics = [
             f"{results.mean(data, row, name):.{DIGITS.get(name, 4)}f}" if name in known else "" for name in names
         ]
-        table.append([row, *metrics, f"{gradients:,.0f}", f"{seconds:.1f}"])
+        table.append([f"{row}{_mark(results, data, row)}", *metrics, f"{gradients:,.0f}", f"{seconds:.1f}"])
     quality = markdown_table(["method", *(METRICS[name] for name in names), "gradients", "seconds"], table)
     error = "error" if problem.kind == "classification" else "squared error"
     said = {"nll": "NLL", "loss": error, "joint": "joint NLL"}

@@ -17,7 +17,7 @@ from lightning_sgmcmc.callbacks import AutoSampling
 from lightning_sgmcmc.diagnostics.draws import percentile_interval
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
-from lightning_sgmcmc.recipes.equal_cost import comparison, limits, methods, problems, scores
+from lightning_sgmcmc.recipes.equal_cost import comparison, limits, methods, pages, problems, scores
 from lightning_sgmcmc.recipes.equal_cost.comparison import two_level_means
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
@@ -350,6 +350,20 @@ def test_differences_are_paired_and_sentences_count_them() -> None:
     assert said[-1] == "Better in NLL and OOD AUROC at once, at equal cost: swag on set."
     worse = comparison.sentences(results, ["set"], [], subject="ensemble")
     assert not [one for one in worse if "ensemble_tuned" in one and "of 1" in one]
+
+
+def test_rows_of_fewer_seeds_are_compared_on_the_seeds_of_both() -> None:
+    """swag has the first seed only, an easy one: there its NLL is higher and its AUROC lower than auto's."""
+    cells = [
+        cell("auto", 0, [1.0] * 4, ood_auroc=0.9),
+        cell("auto", 1, [5.0] * 4, ood_auroc=0.5),
+        cell("swag", 0, [2.0] * 4, ood_auroc=0.8),
+    ]
+    results = comparison.Results(cells)
+    assert results.paired_means("set", "swag", "auto", "nll") == (2.0, 1.0)
+    assert comparison.sentences(results, ["set"], [])[-1].endswith("at equal cost: none.")
+    assert comparison.best_auroc(results, ["set"], "auto") == ["`auto` has the best OOD AUROC on 1 of 1 data sets."]
+    assert pages._overview(results, ["set"]).count("| swag | 2.000 (1) |") == 1
 
 
 @pytest.mark.parametrize(("shift", "loss"), [(0.004, 0.002), (0.006, 0.004)])
