@@ -59,7 +59,7 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     parts = [
         _introduction(results, sets, seeds),
         limits.section(results, sets, fixed),
-        _overview(results, sets),
+        overview(results, sets),
         *(_section(results, problems[data], compared[data]) for data in sets),
     ]
     said = [*sentences(results, networks, fixed), *best_auroc(results, networks)]
@@ -75,7 +75,7 @@ def _introduction(results: Results, sets: Sequence[str], seeds: int) -> str:
     most = {data: max((results.seeds(data, row) for row in results.rows(data)), default=0) for data in sets}
     fewer = "".join(f", {count} on {data}" for data, count in most.items() if count < seeds)
     return (
-        f"# Methods at equal cost\n\n{seeds} seeds{fewer}; means over them; (3) marks a row with three only. Each "
+        f"# Methods at equal cost\n\n{seeds} seeds{fewer}, or as many as brackets say; means over them. Each "
         "method makes the same number of gradient evaluations on a data set (`ensemble_4x` four times as many; rows "
         "with _tuned may stop earlier, and their settings come from a grid that is not counted; `sgd_grid` pays for "
         "its own, four networks with a quarter of the steps each). Rows with _temperature are the row above, "
@@ -88,7 +88,7 @@ def _introduction(results: Results, sets: Sequence[str], seeds: int) -> str:
     )
 
 
-def _overview(results: Results, sets: Sequence[str]) -> str:
+def overview(results: Results, sets: Sequence[str]) -> str:
     """Return two tables of all data sets: the NLL in nats, and the AUROC of out-of-distribution inputs."""
     rows = [row for row in ROWS if any(results.has(data, row) for data in sets)]
     tables = []

@@ -363,7 +363,7 @@ def test_rows_of_fewer_seeds_are_compared_on_the_seeds_of_both() -> None:
     assert results.paired_means("set", "swag", "auto", "nll") == (2.0, 1.0)
     assert comparison.sentences(results, ["set"], [])[-1].endswith("at equal cost: none.")
     assert comparison.best_auroc(results, ["set"], "auto") == ["`auto` has the best OOD AUROC on 1 of 1 data sets."]
-    assert pages._overview(results, ["set"]).count("| swag | 2.000 (1) |") == 1
+    assert pages.overview(results, ["set"]).count("| swag | 2.000 (1) |") == 1
 
 
 @pytest.mark.parametrize(("shift", "loss"), [(0.004, 0.002), (0.006, 0.004)])
