@@ -1,5 +1,6 @@
 """Paired comparisons of the methods over seeds and test data."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,17 @@ class Results:
     def mean(self, data: str, row: str, metric: str) -> float:
         """Return a metric's mean over seeds."""
         return float(np.mean(self.metrics(data, row)[metric]))
+
+    def seeds(self, data: str, row: str) -> int:
+        """Return how many seeds a row has."""
+        return len(self._rows[data][row])
+
+    def paired_means(self, data: str, first: str, second: str, metric: str) -> tuple[float, float]:
+        """Return a metric's means of two rows over the seeds that both have; NaN if there is none."""
+        rows = [self._rows[data][row] for row in (first, second)]
+        values = [[row[seed]["metrics"][metric] for row in rows] for seed in rows[0].keys() & rows[1].keys()]
+        means = np.mean(values, 0) if values else (math.nan, math.nan)
+        return float(means[0]), float(means[1])
 
     def gradients(self, data: str, row: str) -> float:
         """Return the mean over seeds of the gradient evaluations, counted in examples."""
@@ -151,23 +163,22 @@ def best_auroc(results: Results, sets: Sequence[str], subject: str = "auto_ood")
         return []
     others = {}
     for data in known:
-        best = max(results.rows(data), key=lambda row: results.mean(data, row, "ood_auroc"))
+        pairs = {row: results.paired_means(data, row, subject, "ood_auroc") for row in results.rows(data)}
+        best = max(pairs, key=lambda row: pairs[row][0] - pairs[row][1] if pairs[row][0] >= 0 else -math.inf)
         if best != subject:
-            values = (results.mean(data, row, "ood_auroc") for row in (best, subject))
-            others[data] = "{} {:.3f}, it {:.3f}".format(best, *values)
+            others[data] = "{} {:.3f}, it {:.3f}".format(best, *pairs[best])
     said = f"`{subject}` has the best OOD AUROC on {len(known) - len(others)} of {len(known)} data sets"
     return [said + (f"; elsewhere: {', '.join(f'{d} ({why})' for d, why in others.items())}." if others else ".")]
 
 
 def _better_in_both(results: Results, data: str, subject: str) -> list[str]:
-    nll, auroc = (results.mean(data, subject, metric) for metric in ("nll", "ood_auroc"))
-    return [
-        row
-        for row in results.rows(data)
-        if row not in NOT_RIVALS
-        and results.mean(data, row, "nll") < nll
-        and results.mean(data, row, "ood_auroc") > auroc
-    ]
+    found = []
+    for row in results.rows(data):
+        nll, own_nll = results.paired_means(data, row, subject, "nll")
+        auroc, own_auroc = results.paired_means(data, row, subject, "ood_auroc")
+        if row not in NOT_RIVALS and nll < own_nll and auroc > own_auroc:
+            found.append(row)
+    return found
 
 
 def _list(names: Sequence[str]) -> str:

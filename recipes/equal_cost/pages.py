@@ -57,8 +57,9 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     }
     networks = [data for data in sets if "channels" not in settings.sets[data]]  # a CNN's data are counted already
     parts = [
-        _introduction(seeds),
+        _introduction(results, sets, seeds),
         limits.section(results, sets, fixed),
+        overview(results, sets),
         *(_section(results, problems[data], compared[data]) for data in sets),
     ]
     said = [*sentences(results, networks, fixed), *best_auroc(results, networks)]
@@ -70,19 +71,42 @@ def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: O
     return [row for data in sets for row in _rows(results, data, compared[data])]
 
 
-def _introduction(seeds: int) -> str:
+def _introduction(results: Results, sets: Sequence[str], seeds: int) -> str:
+    most = {data: max((results.seeds(data, row) for row in results.rows(data)), default=0) for data in sets}
+    fewer = "".join(f", {count} on {data}" for data, count in most.items() if count < seeds)
     return (
-        f"# Methods at equal cost\n\n{seeds} seeds; means over them. Each method makes the "
-        "same number of gradient evaluations on a data set (`ensemble_4x` four times as many; `sgd_tuned` and "
-        "`ensemble_tuned` may stop earlier, and their settings come from a grid that is not counted; `sgd_grid` pays "
-        "for its own, four networks with a quarter of the steps each). Rows with _temperature are the row above, "
+        f"# Methods at equal cost\n\n{seeds} seeds{fewer}, or as many as brackets say; means over them. Each "
+        "method makes the same number of gradient evaluations on a data set (`ensemble_4x` four times as many; rows "
+        "with _tuned may stop earlier, and their settings come from a grid that is not counted; `sgd_grid` pays for "
+        "its own, four networks with a quarter of the steps each). Rows with _temperature are the row above, "
         "calibrated on the validation data by one number; `auto_10` has ten samples of `auto`, which the validation "
-        "data choose. A prediction costs as many passes as the table has, and MB is the size of their weights. Sets of "
-        "classes have the most probable ones up to 90 %, without a conformal threshold. Regression: in the target's "
+        "data choose. A prediction costs as many passes as the table has, and MB is the size of their weights. Sets "
+        "of classes have the most probable ones up to 90 %, without a conformal threshold. Regression: in the target's "
         "units, OOD by the predictive standard deviation. The joint NLL is of groups of 10 test data, in nats per "
         "example: dyadic ones of classes, near ones of numbers; a calibration is not of it. Differences are paired, "
         "below 0 is better, with 95 % intervals of a bootstrap over seeds and test data; * off zero."
     )
+
+
+def overview(results: Results, sets: Sequence[str]) -> str:
+    """Return two tables of all data sets: the NLL in nats, and the AUROC of out-of-distribution inputs."""
+    rows = [row for row in ROWS if any(results.has(data, row) for data in sets)]
+    tables = []
+    for metric in ("nll", "ood_auroc"):
+        lines = [[row, *(_mean(results, data, row, metric) for data in sets)] for row in rows]
+        tables.append(markdown_table([METRICS[metric], *sets], lines).replace("| -", "| −"))
+    return "## All data sets\n\n" + "\n".join(tables)
+
+
+def _mean(results: Results, data: str, row: str, metric: str) -> str:
+    """Return a row's mean as text, with its number of seeds if others of the data set have more; "" without a row."""
+    return f"{results.mean(data, row, metric):.3f}{_mark(results, data, row)}" if results.has(data, row) else ""
+
+
+def _mark(results: Results, data: str, row: str) -> str:
+    """Return " (3)" for a row of three seeds if others of the data set have more, else ""."""
+    count = results.seeds(data, row)
+    return "" if count == max(results.seeds(data, other) for other in results.rows(data)) else f" ({count})"
 
 
 def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> str:
@@ -98,7 +122,7 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
         metrics = [
             f"{results.mean(data, row, name):.{DIGITS.get(name, 4)}f}" if name in known else "" for name in names
         ]
-        table.append([row, *metrics, f"{gradients:,.0f}", f"{seconds:.1f}"])
+        table.append([f"{row}{_mark(results, data, row)}", *metrics, f"{gradients:,.0f}", f"{seconds:.1f}"])
     quality = markdown_table(["method", *(METRICS[name] for name in names), "gradients", "seconds"], table)
     error = "error" if problem.kind == "classification" else "squared error"
     said = {"nll": "NLL", "loss": error, "joint": "joint NLL"}
@@ -118,17 +142,24 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
 
 
 def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> list[Row]:
-    """Return a data set's figures to keep: of the differences only those of the NLL from `ensemble`."""
+    """Return a data set's figures to keep, to six digits, with a value for each seed where seeds differ.
+
+    Of the differences these are only those of `auto`'s NLL from `ensemble`: others follow from the seeds' values.
+    """
     found = []
     for row in ROWS:
         if not results.has(data, row):
             continue
         label = f"{data}: {row}"
-        found += [mean_row(label, METRICS[name], values) for name, values in results.metrics(data, row).items()]
         gradients, seconds = zip(*results.costs[data, row], strict=True)
-        found += [mean_row(label, "gradient evaluations", gradients), mean_row(label, "seconds", seconds)]
+        figures = {METRICS[name]: values for name, values in results.metrics(data, row).items()}
+        figures |= {"gradient evaluations": list(gradients), "seconds": list(seconds)}
+        for name, values in figures.items():
+            short = [float(f"{value:.6g}") for value in values]
+            is_same = len(short) > 1 and len(set(short)) == 1
+            found.append(Row(label, name, short[0]) if is_same else mean_row(label, name, short))
         change = compared["ensemble", "nll"].get(row)
-        if change is not None:
+        if change is not None and row in (limits.SUBJECT, limits.FEW):
             ends = {"": change.value, ", 95 % from": change.low, ", 95 % to": change.high}
             found += [Row(label, f"NLL - ensemble{end}", value) for end, value in ends.items()]
     return found

@@ -67,8 +67,14 @@ def paragraphs(package: str) -> Iterator[list[str]]:
 
 def tokens_of(labelled: Sequence[tuple[list[str], int]], settings: Settings) -> Paragraphs:
     """Return the paragraphs' first words as tokens, by their checksums; 0 pads."""
-    ids = torch.zeros(len(labelled), settings.length, dtype=torch.int64)
-    for place, (words, _) in enumerate(labelled):
-        tokens = [zlib.crc32(word.encode()) % (settings.vocabulary - 1) + 1 for word in words[: settings.length]]
-        ids[place, : len(tokens)] = torch.tensor(tokens)
+    ids = token_ids([words for words, _ in labelled], settings.length, settings.vocabulary)
     return Paragraphs(ids, torch.tensor([label for _, label in labelled]))
+
+
+def token_ids(texts: Sequence[Sequence[str]], length: int, vocabulary: int) -> Tensor:
+    """Return the first words of texts as tokens below `vocabulary`, by their checksums, shape (n, length); 0 pads."""
+    ids = torch.zeros(len(texts), length, dtype=torch.int64)
+    for place, words in enumerate(texts):
+        tokens = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words[:length]]
+        ids[place, : len(tokens)] = torch.tensor(tokens)
+    return ids

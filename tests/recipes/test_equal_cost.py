@@ -17,7 +17,7 @@ from lightning_sgmcmc.callbacks import AutoSampling
 from lightning_sgmcmc.diagnostics.draws import percentile_interval
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
-from lightning_sgmcmc.recipes.equal_cost import comparison, limits, methods, problems, scores
+from lightning_sgmcmc.recipes.equal_cost import comparison, limits, methods, pages, problems, scores
 from lightning_sgmcmc.recipes.equal_cost.comparison import two_level_means
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
@@ -126,6 +126,92 @@ def test_the_novel_rows_of_a_table_are_standardised_by_its_training_data(monkeyp
     assert problem.input_scaling is not None
     mean, std = problem.input_scaling
     torch.testing.assert_close(problem.unknown.double() * std + mean, novel.double(), rtol=1e-5, atol=1e-5)
+
+
+# -- images, words and hours ------------------------------------------------------------------------------------------
+
+
+def problem_of(name: str, root: Path, *sizes: int) -> problems.Problem:
+    """Return a data set of the settings, of the files in a folder, with other sizes."""
+    problem = problems.Problem(name, {**SETTINGS.sets[name], "sizes": list(sizes), "batch": 10}, root, seed=1)
+    problem.setup("fit")
+    return problem
+
+
+def test_small_photographs_are_averaged_and_augmented_in_training_only(tmp_path: Path) -> None:
+    """Pixels of 16×16 are the means of four; of the batches only those of the training differ from pass to pass."""
+    generator = np.random.default_rng(0)
+    x, x_test = (generator.integers(256, size=(size, 32, 32, 3), dtype=np.uint8) for size in (60, 20))
+    letters = generator.integers(256, size=(30, 28, 28), dtype=np.uint8)
+    for folder, arrays in (
+        (
+            "cifar10/cifar10",
+            {"x_train": x, "y_train": np.arange(60) % 10, "x_test": x_test, "y_test": np.arange(20) % 10},
+        ),
+        ("notmnist/notmnist_test", {"x": letters, "y": np.arange(30) % 10}),
+    ):
+        (tmp_path / folder).parent.mkdir()
+        np.savez(tmp_path / f"{folder}.npz", **arrays)
+    problem = problem_of("cifar_16", tmp_path, 40, 20, 20)
+    test = problem.splits[2].inputs
+    assert problem.input_scaling is not None
+    mean, std = problem.input_scaling
+    expected = torch.as_tensor(x_test).permute(0, 3, 1, 2).double().reshape(20, 3, 16, 2, 16, 2).mean((3, 5))
+    torch.testing.assert_close(test.double() * std + mean, expected, rtol=0, atol=1e-3)
+    assert problem.unknown.shape == (30, 3, 16, 16)
+    train, val = problem.train_dataloader(), problem.val_dataloader()
+    seen = torch.cat([batch[0] for batch in train])
+    assert not any((image == seen).flatten(1).all(1).any() for image in problem.splits[0].inputs[:3])
+    torch.testing.assert_close(torch.cat([batch[0] for batch in val]), problem.splits[1].inputs)
+    net = problem.net(dropout=0.5)
+    assert net(test).shape == (20, 10)
+    assert sum(isinstance(layer, torch.nn.Dropout) for layer in net) == 1
+
+
+def test_messages_are_tokens_and_novelty_has_their_lengths(tmp_path: Path) -> None:
+    lines = [f"{'spam' if i % 3 == 0 else 'ham'}\tCall {100 + i} now!{' free' * i}" for i in range(60)]
+    (tmp_path / "SMSSpamCollection").write_text("\n".join(lines) + "\n")
+    source = problems.read("sms", tmp_path)
+    assert source.y.tolist() == [int(i % 3 == 0) for i in range(60)]
+    assert torch.equal(source.x[0, :4], source.x[7, :4]), "numbers of one length are one token"
+    problem = problem_of("sms", tmp_path, 30, 15, 15)
+    test = problem.splits[2].inputs
+    assert (problem.num_classes, test.shape) == (2, (15, problems.WORDS))
+    assert torch.equal(test > 0, problem.unknown > 0)
+    assert not torch.equal(test, problem.unknown)
+    net = problem.net()
+    torch.testing.assert_close(net(test), net(torch.cat([torch.zeros_like(test), test], 1)))  # 0 is no word
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "SMSSpamCollection").write_text("label\ttext\nham\tHello\n")
+    with pytest.raises(ValueError, match="neither ham nor spam"):
+        problems.read("sms", tmp_path / "wrong")
+
+
+def test_hours_are_split_in_the_order_of_time(tmp_path: Path) -> None:
+    """The column of the temperature is the hour's number here: all of the training are before all others."""
+    rows = [f"{i},2011-01-01,1,0,1,{i % 24},0,6,0,1,{i},0.3,0.8,0.1,3,13,{1 + i % 7}" for i in range(1000)]
+    (tmp_path / "hour.csv").write_text("\n".join(["a header", *rows]) + "\n")
+    problem, other = (problem_of("bikes", tmp_path, 300, 80, 200) for _ in range(2))
+    train, val, test = (part.inputs[:, 8] for part in problem.splits)
+    assert train.max() < val.min() <= val.max() < test.min()
+    assert [len(part) for part in (train, val, test)] == [300, 80, 200]
+    log = problem.splits[2].targets[:, 0] * problem.scale + float(problem.target_mean or 0)
+    torch.testing.assert_close(log[:7].exp(), torch.tensor([1.0 + i % 7 for i in range(800, 807)]), rtol=1e-4, atol=0)
+    assert torch.equal(problem.splits[0].inputs, other.splits[0].inputs)
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_long_sets_have_fewer_seeds_and_only_the_main_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = small(german="german", pima="pima")
+    settings.sets["pima"] |= {"seeds": 1, "main_only": True}
+    monkeypatch.setattr(equal_cost, "read_settings", lambda *_: settings)
+    cells: list[Any] = []
+    monkeypatch.setattr(equal_cost, "run_jobs", lambda _, jobs, *__, **___: dict.fromkeys(jobs))
+    monkeypatch.setattr("lightning_sgmcmc.recipes.equal_cost.pages.write_page", lambda found, *_: cells.append(found))
+    for chosen, count in (((), 1 * len(SETTINGS.main)), (("csghmc", "auto"), 2)):
+        equal_cost.run(Options(tmp_path, ROOT, methods=chosen))
+        methods_run = len(chosen or methods.METHODS)
+        assert len(cells.pop()) == 2 * methods_run + count
 
 
 @pytest.mark.usefixtures("_made_up")
@@ -264,6 +350,20 @@ def test_differences_are_paired_and_sentences_count_them() -> None:
     assert said[-1] == "Better in NLL and OOD AUROC at once, at equal cost: swag on set."
     worse = comparison.sentences(results, ["set"], [], subject="ensemble")
     assert not [one for one in worse if "ensemble_tuned" in one and "of 1" in one]
+
+
+def test_rows_of_fewer_seeds_are_compared_on_the_seeds_of_both() -> None:
+    """swag has the first seed only, an easy one: there its NLL is higher and its AUROC lower than auto's."""
+    cells = [
+        cell("auto", 0, [1.0] * 4, ood_auroc=0.9),
+        cell("auto", 1, [5.0] * 4, ood_auroc=0.5),
+        cell("swag", 0, [2.0] * 4, ood_auroc=0.8),
+    ]
+    results = comparison.Results(cells)
+    assert results.paired_means("set", "swag", "auto", "nll") == (2.0, 1.0)
+    assert comparison.sentences(results, ["set"], [])[-1].endswith("at equal cost: none.")
+    assert comparison.best_auroc(results, ["set"], "auto") == ["`auto` has the best OOD AUROC on 1 of 1 data sets."]
+    assert pages.overview(results, ["set"]).count("| swag | 2.000 (1) |") == 1
 
 
 @pytest.mark.parametrize(("shift", "loss"), [(0.004, 0.002), (0.006, 0.004)])
