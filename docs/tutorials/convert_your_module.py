@@ -191,7 +191,7 @@ table.round(4)
 # %% [markdown]
 # 797 test data, one seed, 800 steps: the standard error of an NLL is about 0.01. In so short a run the average of
 # the samples is no better than one network, and the code is what this page is about. The [equal-cost
-# tables](../../equal_cost/) have longer runs on ten data sets, with intervals. Make this comparison on your own
+# tables](../../equal_cost/) have longer runs on thirteen data sets, with intervals. Make this comparison on your own
 # data before you decide.
 #
 # ## Load it elsewhere
