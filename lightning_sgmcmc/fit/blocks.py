@@ -441,7 +441,7 @@ class StepBlocks:
     def _changed(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group with the controls of the coming steps, which callbacks may change."""
         for callback in self._acting:
-            group = group | changed if (changed := callback.step_controls(group)) else group
+            group = {**group, **changed} if (changed := callback.step_controls(group)) else group
         return group
 
     def _apply(self, step: int) -> None:
