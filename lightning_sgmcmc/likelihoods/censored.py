@@ -121,7 +121,8 @@ class Censored(Likelihood):
         return prediction.mean[low == high], low[low == high]
 
     def chance_nll(self, target: Tensor) -> float | None:
-        is_positive = getattr(self.distribution.support, "lower_bound", -math.inf) == 0
+        law: Any = self.distribution
+        is_positive = getattr(law.support, "lower_bound", -math.inf) == 0
         bounds = widest(target).reshape(len(target), -1, 2)
         found = sum([_lowest_nll(own, is_positive) for own in bounds.unbind(1)])
         return found / int((~bounds.isnan().any(-1)).any(1).sum()) if math.isfinite(found) else None
