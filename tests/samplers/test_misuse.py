@@ -151,7 +151,7 @@ MODULES: list[Mistake] = [
     (
         lambda: module(likelihood=nn.CrossEntropyLoss()),
         TypeError,
-        "likelihood should be a Likelihood, got a CrossEntropyLoss",
+        "likelihood=CrossEntropyLoss(…) is a loss, and a posterior needs a density of each example",
     ),
 ]
 
