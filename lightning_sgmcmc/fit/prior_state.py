@@ -126,7 +126,7 @@ class PriorScales:
 
     def check(self) -> None:
         """Warn once if a chain's scales have collapsed and its predictions are as at the fit's first step or worse."""
-        if self._warned or self._first_nll is None:
+        if self._warned or self._first_nll is None or self.distance == math.inf:
             return
         variance = prior_state(self._chains.model)[VARIANCE]
         lowest, group = exact(variance).reshape(self._chains.num_chains, -1).min(1)

@@ -1,5 +1,6 @@
 """Safeguards: the callback that guards every sampling run."""
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -228,7 +229,7 @@ class Safeguards(RunCallback):
 
     @property
     def only_counts(self) -> bool:
-        return self._scales is None
+        return self._scales is None or self._scales.distance == math.inf
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1

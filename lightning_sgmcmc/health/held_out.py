@@ -53,8 +53,8 @@ class Calibration:
         judged = self.off or "calibrated within chance"
         if self.level is None:
             return (
-                f"Calibration: ECE {self.measured:.3g} (a perfectly calibrated model would show {self.low:.2g}, 95 % "
-                f"of such models below {self.high:.2g}): {judged}."
+                f"Calibration: ECE {self.measured:.3g} (a perfectly calibrated model would show {self.low:.3g}, 95 % "
+                f"of such models below {self.high:.3g}): {judged}."
             )
         return (
             f"Calibration: the central {self.level:.0%} intervals contain {self.measured:.1%} of the targets, where "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lightning_sgmcmc.fit import block_runs
 from lightning_sgmcmc.namespace import pl
-from lightning_sgmcmc.recipes.equal_cost import _fitted
+from lightning_sgmcmc.recipes.equal_cost import fitted
 from lightning_sgmcmc.recipes.equal_cost.methods import METHODS, setting_of
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
@@ -40,7 +40,7 @@ def seconds(data: str, fit: str, settings: Settings, root: Path) -> float:
     fewest, block_runs.FEWEST = block_runs.FEWEST, math.inf if way else block_runs.FEWEST
     begun = time.process_time()
     try:
-        _fitted(made, problem)
+        fitted(made, problem)
     finally:
         block_runs.FEWEST = fewest
     return time.process_time() - begun
