@@ -136,6 +136,9 @@ class StepBlocks:
             rank_zero_info(f"Steps are not made in blocks, since {what}.")
             chains.stop_tracing(trainer)
             return None
+        sampler = sampler_of(module)
+        for group in [] if sampler.flat is None else sampler.flat.groups:
+            group.take(sampler.state)  # of a checkpoint, so that the first step is made as in a run without it
         return cls(trainer, module, scales)
 
     @property

@@ -164,7 +164,7 @@ class Safeguards(RunCallback):
         self._shown: dict[str, Any] | None = None
         """What a checkpoint's batches have shown of their weights."""
         self._scales: PriorScales | None = None
-        self._resumes = self._has_trained = False
+        self._has_trained = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -223,7 +223,8 @@ class Safeguards(RunCallback):
             )
         self._planner.begin(trainer, chain_model(pl_module))
         self._shares.begin(trainer, chains.layout.ranks_per_chain)
-        self._resumes = bool(trainer.ckpt_path)
+        if trainer.ckpt_path:  # Lightning calls no hook at the start of the epoch in which a run resumes
+            follow_data(trainer, chain_model(pl_module))
         self._blocks = StepBlocks.begun(trainer, chain_model(pl_module), self._scales)
         leave_out(trainer)
 
@@ -233,7 +234,6 @@ class Safeguards(RunCallback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
-        self._resumes = False
         follow_data(trainer, chain_model(pl_module))
         begin_stream(trainer)
 
@@ -246,9 +246,6 @@ class Safeguards(RunCallback):
             self._pulse.busy = shape not in self._shapes  # its network may be compiled
             self._shapes.add(shape)
         self._shares.look(batch)
-        if self._resumes:  # Lightning calls no hook at the start of the epoch in which a run resumes
-            self._resumes = False
-            follow_data(trainer, chain_model(pl_module))
         if self._guard is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._guard.begin(batch)
 
@@ -271,7 +268,7 @@ class Safeguards(RunCallback):
         self._interruption.after_step(trainer)
 
     def acts_in(self, step: int) -> bool:
-        return self._watch is not None or self._resumes
+        return self._watch is not None
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Pass the samples of a step to every callback that has a hook for them, and to the module."""

@@ -106,6 +106,13 @@ class FlatGroup:
         self._buffers[name] = rows, views[0]
         return rows
 
+    def take(self, state: State) -> None:
+        """Take the tensors of a loaded state as rows, as the first step after it would."""
+        held = state[self.parameters[0]] if self.parameters and self.parameters[0] in state else {}
+        shape = self.parameters[0].shape if self.parameters else None
+        for name in [name for name, tensor in held.items() if isinstance(tensor, Tensor) and tensor.shape == shape]:
+            self.buffer(state, name)
+
 
 class FlatParameters:
     """The parameters of C chains as one tensor (C, P), one row for each chain; the parameters become views of it.
