@@ -388,7 +388,11 @@ def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("form", "chains"),
-    [("traced", 1), ("traced", 2), pytest.param("compiled", 2, marks=[needs_compiler, pytest.mark.slow])],
+    [
+        ("traced", 1),
+        ("traced", 2),
+        *(pytest.param("compiled", n, marks=[needs_compiler, pytest.mark.slow]) for n in (1, 2)),
+    ],
 )
 def test_a_resumed_run_is_the_whole_one(
     form: str, chains: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
