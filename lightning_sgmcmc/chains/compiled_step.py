@@ -70,8 +70,8 @@ class StepPart(Protocol):
         (K, 2, C)."""
 
 
-class CompiledSteps:
-    """Makes steps of a sampler by compiled functions, one for each form of a batch and of the controls.
+class RowSteps:
+    """What steps of a sampler that are made at once are functions of, and the check of their energies.
 
     Args:
         energies: returns the loss and further tensors, as `RowEnergies` computes them.
@@ -79,7 +79,6 @@ class CompiledSteps:
         others: its other tensors, by name.
         flat: the sampled parameters, with their state as rows.
         inverse: 1/N, shape ().
-        most: steps that are made at once.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class CompiledSteps:
         flat: FlatParameters,
         sampler: Sampler,
         inverse: Tensor,
-        most: int,
     ) -> None:
         self._energies = energies
         self._model = model
@@ -98,8 +96,30 @@ class CompiledSteps:
         self._flat = flat
         self._sampler = sampler
         self._inverse = inverse
-        self._most = most
         self._known: dict[Any, Any] = {}
+        """Functions by what they are made for."""
+
+    @torch.no_grad()
+    def _check_last(
+        self, batches: Sequence[Tensor], structure: Any, axis: int | None, weights: Tensor, last: Tensor
+    ) -> None:
+        """Raise unless the last step's batch has these energies in the present state."""
+        own = pytree.tree_unflatten([part[-1] for part in batches], structure)
+        found = self._energies(self._flat.values, self._others, own, axis, self._inverse, weights[-1])
+        check_alike(found[1], last)
+
+
+class CompiledSteps(RowSteps):
+    """Makes steps of a sampler by compiled functions, one for each form of a batch and of the controls.
+
+    Args:
+        of_steps: see `RowSteps`.
+        most: steps that are made at once.
+    """
+
+    def __init__(self, *of_steps: Any, most: int) -> None:
+        super().__init__(*of_steps)
+        self._most = most
 
     def run(
         self,
@@ -151,10 +171,7 @@ class CompiledSteps:
         own_number = [] if part is None else [part.numbers(count)]
         of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own_number]
         if last is not None:
-            own = pytree.tree_unflatten([part[-1] for part in batches], structure)
-            with torch.no_grad():
-                found = self._energies(flat.values, self._others, own, axis, self._inverse, weights[-1])
-            check_alike(found[1], last)
+            self._check_last(batches, structure, axis, weights, last)
         is_new = key not in self._known
         if is_new:
             if len(self._known) >= MOST_FORMS:

@@ -366,11 +366,14 @@ class RowEnergies:
 
     def compiled_steps(self, sampler: Sampler, most: int) -> CompiledSteps:
         """Return what makes steps of these energies, so many at once."""
-        return CompiledSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse, most)
+        return CompiledSteps(*self._of_steps(sampler), most=most)
 
     def listed_steps(self, sampler: Sampler) -> ListedSteps:
         """Return what makes steps of these energies as lists of operations."""
-        return ListedSteps(self._energies, self._model, self._others, self._flat, sampler, self._inverse)
+        return ListedSteps(*self._of_steps(sampler))
+
+    def _of_steps(self, sampler: Sampler) -> tuple[Any, ...]:
+        return self._energies, self._model, self._others, self._flat, sampler, self._inverse
 
     def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
         """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.

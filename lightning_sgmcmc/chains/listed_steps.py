@@ -6,46 +6,19 @@ is the list of `chains.traced` without what is the same in all of these steps, a
 from some hundred steps on, where `chains.compiled_step` needs thousands.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.compiled_step import Controls
+from lightning_sgmcmc.chains.compiled_step import Controls, RowSteps
 from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, parted, trace, with_gradient
-from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.rows import FlatParameters
 
 
-class ListedSteps:
-    """Makes steps of a sampler, with one list of operations for each form of a batch.
-
-    Args:
-        energies: returns the loss and further tensors, as `RowEnergies` computes them.
-        model: the model that it computes.
-        others: its other tensors, by name.
-        flat: the sampled parameters, with their state as rows.
-        inverse: 1/N, shape ().
-    """
-
-    def __init__(
-        self,
-        energies: Any,
-        model: Any,
-        others: Mapping[str, Tensor],
-        flat: FlatParameters,
-        sampler: Sampler,
-        inverse: Tensor,
-    ) -> None:
-        self._energies = energies
-        self._model = model
-        self._others = others
-        self._flat = flat
-        self._sampler = sampler
-        self._inverse = inverse
-        self._known: dict[Any, Any] = {}
+class ListedSteps(RowSteps):
+    """Makes steps of a sampler, with one list of operations for each form of a batch."""
 
     @torch.no_grad()
     def run(
@@ -65,8 +38,7 @@ class ListedSteps:
         kept = [flat.values, self._inverse, *self._others.values()]
         before, after = self._operations(kept, of_steps[0], structure, axis)
         if last is not None:
-            own = pytree.tree_unflatten([part[-1] for part in batches], structure)
-            check_alike(self._energies(flat.values, self._others, own, axis, self._inverse, weights[-1])[1], last)
+            self._check_last(batches, structure, axis, weights, last)
         steady = before(*kept)
         if first is not None:
             check_alike(after(*steady, *of_steps[0])[1], first)

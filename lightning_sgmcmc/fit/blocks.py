@@ -108,8 +108,8 @@ class StepBlocks:
         self._lists = not self._compiles and module.chains.stacked is None
         """Whether steps are listed; those of several chains gain less from it, and stay the same bit for bit."""
         self._epochs = HiddenEpochs(trainer, module)
-        self._compiled: CompiledSteps | None = None
-        self._listed: ListedSteps | None = None
+        self._steps: CompiledSteps | ListedSteps | None = None
+        """What makes the steps, from the first on that are made at once."""
         numbers = numbers_of(module) * max(1, self._sampler.draws)
         self._most = max(1, min(MOST, MOST_NUMBERS // numbers))
         """Steps of a block."""
@@ -144,7 +144,7 @@ class StepBlocks:
     @property
     def is_ready(self) -> bool:
         """Whether steps are made as the rest of the run's will be."""
-        return not self._compiles or self._compiled is not None
+        return not self._compiles or self._steps is not None
 
     def end(self) -> None:
         """Give Lightning's loop its own method back."""
@@ -327,7 +327,7 @@ class StepBlocks:
         """Return whether the last steps of an epoch may wait for the next one's."""
         energies = self._module.chains.energies
         return (
-            (self._compiled is not None or self._listed is not None)
+            self._steps is not None
             and energies is not None
             and not energies.is_looking
             and not self._parts
@@ -379,14 +379,14 @@ class StepBlocks:
             looks = checks or energies.is_looking
             before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
             after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
-            if self._lists and self._listed is None:
-                self._listed = energies.listed_steps(sampler)
-            elif self._compiles and self._compiled is None:
+            if self._steps is None and self._lists:
+                self._steps = energies.listed_steps(sampler)
+            elif self._steps is None:
                 left = self._trainer.estimated_stepping_batches - self._trainer.global_step
                 rank_zero_info(
                     f"Steps are compiled, once in about {COMPILATION} s, which saves about {left * SAVED:,.0f} s."
                 )
-                self._compiled = energies.compiled_steps(sampler, self._most)
+                self._steps = energies.compiled_steps(sampler, self._most)
             controls = [
                 Controls(*map(_joined, zip(*own, strict=True)))
                 for own in zip(*(s.controls for s in segments), strict=True)
@@ -395,9 +395,7 @@ class StepBlocks:
             parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
             weights = [self._weights_of(segment) for segment in segments]
             batches = parts, first.taken.structure, first.taken.axis
-            steps = self._listed or self._compiled
-            assert steps is not None
-            found = steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
+            found = self._steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
         except NotTraceableError as error:
             how = "compiled" if self._compiles else "listed"
             self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
