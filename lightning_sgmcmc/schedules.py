@@ -262,12 +262,12 @@ class WarmUpAndDecay:
                 f"warm-up of a run of {self.total_steps} steps: train longer, or take fewer draws"
             )
 
-    @property
+    @cached_property
     def warm_steps(self) -> int:
         """W, at least 1 if there are two steps."""
         return min(max(round(self.warm_up * self.total_steps), 1), self.total_steps - 1)
 
-    @property
+    @cached_property
     def switch(self) -> int:
         """The last step before the last part; K without one."""
         return max(self.total_steps - round(self.last_part * self.total_steps), self.warm_steps + 1)

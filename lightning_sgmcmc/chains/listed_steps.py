@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.compiled_step import Controls, RowSteps
-from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, parted, trace, with_gradient
+from lightning_sgmcmc.chains.traced import (
+    MOST_FORMS,
+    NotTraceableError,
+    Parts,
+    check_alike,
+    parted,
+    trace,
+    with_gradient,
+)
 
 
 class ListedSteps(RowSteps):
@@ -32,23 +40,28 @@ class ListedSteps(RowSteps):
         first: Tensor | None = None,
         last: Tensor | None = None,
     ) -> Tensor | None:
-        """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, or None, as `CompiledSteps.run`."""
+        """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), the only ones that
+        are computed. If one of these is not finite, or a number of the last state, no step is made, and it returns
+        None; a gradient that is not finite leaves such a state."""
         flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
         of_steps = [*zip(weights.unbind(), *(part.unbind() for part in batches), strict=True)]
         kept = [flat.values, self._inverse, *self._others.values()]
-        before, after = self._operations(kept, of_steps[0], structure, axis)
+        parts = self._operations(kept, of_steps[0], structure, axis)
         if last is not None:
             self._check_last(batches, structure, axis, weights, last)
-        steady = before(*kept)
+        steady, seen = parts.before(*kept), max(0, len(of_steps) - 2)
         if first is not None:
-            check_alike(after(*steady, *of_steps[0])[1], first)
+            check_alike(parts.after(*steady, *of_steps[0])[1], first)
         buffers = [rows for group in flat.groups for _, rows in group.buffers]
         state_before = [rows.clone() for rows in (flat.values, *buffers)]
         options_before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         found = []
         for step, given in enumerate(of_steps):
-            gradient, energies = after(*steady, *given)
-            found.append(energies)
+            if step < seen:
+                gradient = parts.first(*steady, *given)
+            else:
+                gradient, energies = parts.after(*steady, *given)
+                found.append(energies)
             start = 0
             for group, part, own_controls in zip(groups, flat.groups, controls, strict=True):
                 group["lr"], group["temperature"] = own_controls.lr[step], own_controls.temperature[step]
@@ -63,9 +76,9 @@ class ListedSteps(RowSteps):
             for group, saved_options in zip(groups, options_before, strict=True):
                 group.update(saved_options)
             return None
-        return numbers[[max(0, len(found) - 2), len(found) - 1]]
+        return numbers[[0, -1]]
 
-    def _operations(self, kept: list[Tensor], of_step: Sequence[Tensor], structure: Any, axis: int | None) -> Any:
+    def _operations(self, kept: list[Tensor], of_step: Sequence[Tensor], structure: Any, axis: int | None) -> Parts:
         """Return the operations before many steps and those of each, of the gradient and of Ũ/N and log p(θ)."""
         key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step])
         if key not in self._known:
@@ -81,7 +94,8 @@ class ListedSteps(RowSteps):
 
             tensors = [*kept, *of_step]
             self._known[key] = parted(trace(energies, tensors, self._model), tensors, len(kept), kept[0])
-        return self._known[key]
+        made: Parts = self._known[key]
+        return made
 
 
 def _noise_of(noise: Tensor, start: int, stop: int, width: int) -> list[Tensor]:

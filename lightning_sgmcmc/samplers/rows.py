@@ -35,6 +35,8 @@ class FlatGroup:
         """The parameters' sizes and their last columns, shape (T,)."""
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         """By name: a flat tensor of the state, and its view for the first parameter."""
+        self._columns: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """The columns of tensors that stay."""
 
     @property
     def buffers(self) -> list[tuple[str, Tensor]]:
@@ -57,7 +59,12 @@ class FlatGroup:
 
     def columns(self, rows: Tensor) -> list[Tensor]:
         """Return each parameter's columns of a tensor of shape (C, d)."""
-        return list(rows.split_with_sizes(self._sizes, 1))
+        kept = self._columns.get(id(rows))
+        return kept[1] if kept is not None and kept[0] is rows else list(rows.split_with_sizes(self._sizes, 1))
+
+    def keep_columns(self, rows: Tensor) -> None:
+        """Keep the columns of a tensor that stays as long as the group."""
+        self._columns[id(rows)] = rows, list(rows.split_with_sizes(self._sizes, 1))
 
     def means(self, rows: Tensor) -> Tensor:
         """Return the mean over each parameter's columns of numbers ≥ 0, shape (C, T), in a few operations."""
@@ -103,7 +110,10 @@ class FlatGroup:
             if held is not None:
                 view.copy_(held)
             state[parameter][name] = view
+        if name in self._buffers:
+            self._columns.pop(id(self._buffers[name][0]), None)
         self._buffers[name] = rows, views[0]
+        self.keep_columns(rows)
         return rows
 
     def take(self, state: State) -> None:

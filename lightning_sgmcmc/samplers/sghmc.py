@@ -221,10 +221,11 @@ class pSGHMC(PreconditionedSampler):
     ) -> list[Tensor]:
         """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain; `floors` are those of a
         block's tensors."""
-        torch._foreach_copy_(out, squares)
-        torch._foreach_div_(out, unbiased(group["alpha"], group["averaged"]))
+        correction = unbiased(group["alpha"], group["averaged"])
         if floors is None:
-            floors = self._floors(params, out, group["floor"])
+            floors = self._floors(params, squares, group["floor"], correction)
+        torch._foreach_copy_(out, squares)
+        torch._foreach_div_(out, correction)
         self._root_with_floor(params, out, floors, block)
         return out
 

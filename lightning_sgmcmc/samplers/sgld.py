@@ -210,6 +210,8 @@ class PreconditionedSampler(Sampler):
         for p in params:
             if p not in scratch:
                 scratch[p] = torch.empty_like(p)
+                if (flat := self._flat_group(params)) is not None:
+                    flat.keep_columns(scratch[p])
         return [scratch[p] for p in params]
 
     def _floors(self, params: Sequence[Tensor], squares: list[Tensor], floor: float, divisor: Control = 1.0) -> Tensor:
