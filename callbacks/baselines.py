@@ -1,7 +1,8 @@
 """Baselines: deep ensembles, SWAG and Monte Carlo dropout, whose networks come from optimization."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -117,21 +118,18 @@ class DeepEnsemble(WholeRunSchedule[int]):
                 f"DeepEnsemble(optimizer={name}) optimizes the whole run, and {type(first).__name__} its beginning: "
                 "remove one of the two"
             )
-        parameters = [p for group in sampler.param_groups for p in group["params"]]
-        self._optimizers = ChainOptimizers(
-            parameters, module.num_chains, lambda own: make_optimizer(factory, own, float(lr), decay)
-        )
+        make = functools.partial(make_optimizer, factory, lr=float(lr), weight_decay=decay)
+        self._optimizers = ChainOptimizers(sampler, make, self._optimizer_controls)
         if saved is not None:
             for chain, index in enumerate(run.layout.chains):
                 self._optimizers.load_state_dict(chain, saved[index])
-        sampler.stand_in = self._update
+        sampler.stand_in = self._optimizers
 
-    def _update(self) -> None:
-        """Make the optimizers' step instead of the sampler's."""
-        assert self._optimizers is not None
+    def _optimizer_controls(self) -> tuple[Sequence[int], float]:
+        """Return the chains that go on in the coming step, which are all, and the factor of lr."""
         group = self.run.sampler.param_groups[0]
         factor = float(group["lr"]) / float(group["initial_lr"]) if group["initial_lr"] else 1.0
-        self._optimizers.step(range(self.run.module.num_chains), factor)
+        return range(self.run.module.num_chains), factor
 
     def announce_optimization(self, module: ChainModel) -> None:
         members = module.chains.layout.total_chains

@@ -1,8 +1,9 @@
 """Schedules: when to draw samples, and with which controls; an optimization of the chains before."""
 
+import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -399,10 +400,8 @@ class WarmStart(FirstStage):
         if self._ended:
             return
         progress.stage, progress.warm_lr = Stage.WARM_START, self.lr
-        parameters = [p for group in sampler.param_groups for p in group["params"]]
-        self._optimizers = ChainOptimizers(
-            parameters, module.num_chains, lambda own: make_optimizer(self.optimizer, own, self.lr)
-        )
+        make = functools.partial(make_optimizer, self.optimizer, lr=self.lr)
+        self._optimizers = ChainOptimizers(sampler, make, self._controls)
         if self.early_stopping is not None:
             self._best = BestStates(module.chains, self.early_stopping)
         for index, chain in enumerate(module.chains.layout.chains) if saved else ():
@@ -410,7 +409,7 @@ class WarmStart(FirstStage):
             self._optimizers.load_state_dict(index, own["optimizer"])
             if self._best is not None and "watch" in own:
                 self._best.load_state_dict(index, own)
-        sampler.stand_in = self._update
+        sampler.stand_in = self._optimizers
 
     def _check_run(self, trainer: pl.Trainer, sampler: Sampler, saved: dict[str, Any] | None) -> None:
         if saved is None and sampler.step_count > 0:
@@ -455,15 +454,13 @@ class WarmStart(FirstStage):
         if not self._ended:
             self.run.sampler.set_control("temperature", 0.0)
 
-    def _update(self) -> None:
-        """Make the optimizers' step instead of the sampler's."""
-        assert self._optimizers is not None
+    def _controls(self) -> tuple[Sequence[int], float]:
+        """Return the chains that go on in the coming step, and the factor of lr."""
         factor = 1.0
         if self.lr_schedule == "cosine":
             factor = cyclical_lr_factor(self.run.sampler.step_count + 1, self._planned)
         self.run.chains.progress.warm_lr = self.lr * factor
-        going = list(range(self.run.module.num_chains)) if self._best is None else self._best.active
-        self._optimizers.step(going, factor)
+        return range(self.run.module.num_chains) if self._best is None else self._best.active, factor
 
     # -- early stopping -----------------------------------------------------------------------------------------------
 

@@ -1,54 +1,157 @@
-"""A warm start's optimizers and early stopping, one for each chain."""
+"""Torch's optimizers in the place of a sampler, and early stopping, of each chain."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import chosen_options, name_of
+from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.schedules import Patience
+
+OF_EACH_NUMBER = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
+"""Optimizers that update a number by its own gradients alone, so that all chains' parameters can be one tensor."""
+OF_STEPS = ("step", "eta", "mu", "mu_product")
+"""Their states that follow from the number of steps."""
 
 
 class ChainOptimizers:
-    """A torch optimizer for each chain of this process, over its slices of the stacked parameters, as alone."""
+    """Torch's optimizers of the chains of this process, which make the updates in the place of a sampler's rule.
+
+    Each chain is updated as alone: by an optimizer over its slices of the stacked parameters, or, while all chains go
+    on, by one over the rows of all, if that updates each number by itself.
+
+    Args:
+        sampler: that of the run.
+        make: makes an optimizer of parameters.
+        controls: returns the chains that go on, and the factor of lr.
+    """
 
     def __init__(
-        self, parameters: Iterable[Tensor], num_chains: int, make: Callable[[list[Tensor]], Optimizer]
+        self,
+        sampler: Sampler,
+        make: Callable[[list[Tensor]], Optimizer],
+        controls: Callable[[], tuple[Sequence[int], float]],
     ) -> None:
-        self._parameters = list(parameters)
+        self._sampler, self._make, self._controls = sampler, make, controls
+        self._parameters = [p for group in sampler.param_groups for p in group["params"]]
         self._own: list[list[Tensor]] = [self._parameters]
-        if num_chains > 1:
-            self._own = [[nn.Parameter(p.detach()[c]) for p in self._parameters] for c in range(num_chains)]
+        if sampler.num_chains > 1:
+            self._own = [[nn.Parameter(p.detach()[c]) for p in self._parameters] for c in range(sampler.num_chains)]
         self._optimizers = [make(own) for own in self._own]
-        self._lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+        groups = self._optimizers[0].param_groups
+        self._lrs = [group["lr"] for group in groups]
+        self._may_join = type(self._optimizers[0]) in OF_EACH_NUMBER and len(groups) == 1
+        self._rows: tuple[Optimizer, FlatParameters, Tensor] | None = None
+        """The optimizer of all chains' rows, which it has the state of, and these."""
 
-    def step(self, chains: Iterable[int], lr_factor: float = 1.0) -> None:
-        """Update chains with the gradients that the parameters hold."""
-        for chain in chains:
+    def __call__(self) -> None:
+        """Update the chains with the gradients that the parameters hold."""
+        going, factor = self._controls()
+        self._choose(len(going) == len(self._own))
+        if self._rows is not None:
+            optimizer, flat, rows = self._rows
+            rows.grad = flat.gradients
+            self._step(optimizer, factor)
+            return
+        for chain in going:
             optimizer, own = self._optimizers[chain], self._own[chain]
             if len(self._own) > 1:
                 for piece, whole in zip(own, self._parameters, strict=True):
                     piece.grad = None if whole.grad is None else whole.grad[chain]
-            for group, lr in zip(optimizer.param_groups, self._lrs[chain], strict=True):
-                group["lr"] = lr * lr_factor
-            optimizer.step()
+            self._step(optimizer, factor)
             if len(self._own) > 1:
                 optimizer.zero_grad()
 
+    def _step(self, optimizer: Optimizer, factor: float) -> None:
+        for group, lr in zip(optimizer.param_groups, self._lrs, strict=True):
+            group["lr"] = lr * factor
+        optimizer.step()
+
+    # -- all chains as rows, or each alone ----------------------------------------------------------------------------
+
+    def _choose(self, all_go: bool) -> None:
+        """Let all chains be one tensor in the coming step, or each be alone."""
+        flat = self._sampler.flat
+        if flat is None or not (all_go and self._may_join and flat.holds_gradients):
+            self._part()
+        elif self._rows is None or self._rows[1] is not flat:
+            self._part()
+            states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
+            counts = {repr([_counts(held) for held in state.values()]) for state in states}
+            self._may_join = len(counts) == 1 and len(states[0]) in (0, len(self._parameters))
+            if self._may_join:
+                rows = flat.values.detach()
+                optimizer = self._make([rows])
+                if states[0]:
+                    optimizer.state[rows] = self._joined(states)
+                self._rows = optimizer, flat, rows
+
+    def _joined(self, states: Sequence[dict[int, dict[str, Any]]]) -> dict[str, Any]:
+        """Return the state of all chains' rows, of those of each chain's parameters by their places."""
+        joined: dict[str, Any] = _counts(states[0][0])
+        for name in states[0][0].keys() - joined.keys():
+            joined[name] = torch.stack(
+                [torch.cat([state[t][name].flatten() for t in sorted(state)]) for state in states]
+            )
+        return joined
+
+    def _part(self) -> None:
+        """Give the state of the rows back to each chain's optimizer."""
+        if self._rows is not None:
+            states = [self.state_dict(chain) for chain in range(len(self._own))]
+            self._rows = None
+            for optimizer, state in zip(self._optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
     def state_dict(self, chain: int) -> dict[str, Any]:
-        return self._optimizers[chain].state_dict()
+        """Return the state of a chain's optimizer."""
+        own = self._optimizers[chain].state_dict()
+        if self._rows is None:
+            return own
+        optimizer, flat, rows = self._rows
+        held = optimizer.state[rows]
+        state: dict[int, dict[str, Any]] = {
+            place: _counts(held) for place in range(len(self._parameters) if held else 0)
+        }
+        for name in held.keys() - _counts(held).keys():
+            for place, piece in enumerate(flat.split(held[name])):
+                state[place][name] = (piece[chain] if len(self._own) > 1 else piece).clone()
+        return own | {"state": state}
 
     def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        """Take over the state of a chain's optimizer."""
+        self._part()
         self._optimizers[chain].load_state_dict(state)
+
+
+def _counts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what a parameter's state has that is not of each number."""
+    fixed = {name: value for name, value in state.items() if name in OF_STEPS or not isinstance(value, Tensor)}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in fixed.items()}
 
 
 def make_optimizer(

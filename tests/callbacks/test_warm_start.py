@@ -46,6 +46,21 @@ class Record(pl.Callback):
         self.controls.append((float(group["lr"]), float(group["temperature"])))
 
 
+class Stops(pl.Callback):
+    """Ends the run after some steps, and lets a chain of a warm start stop after 8, as its early stopping does."""
+
+    def __init__(self, steps: int, chain: int) -> None:
+        self.steps, self.chain = steps, chain
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 8:
+            optimizers = pl_module.sampler.stand_in
+            optimizers._controls = lambda: ([chain for chain in range(3) if chain != self.chain], 1.0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        trainer.should_stop |= trainer.global_step == self.steps
+
+
 def by_hand(optimizer: Any, steps: int, chain: int, cosine: bool = False, accumulate: int = 1) -> list[Tensor]:
     """Return chain `chain`'s parameters after torch's own loop over the batches and the loss that the chain sees."""
 
@@ -75,10 +90,11 @@ def by_hand(optimizer: Any, steps: int, chain: int, cosine: bool = False, accumu
     ("optimizer", "reference", "options"),
     [
         (torch.optim.AdamW, ADAMW, {}),
+        (torch.optim.NAdam, None, {}),
         (torch.optim.Adafactor, functools.partial(torch.optim.Adafactor, weight_decay=0.0), {}),
         (functools.partial(torch.optim.SGD, momentum=0.9), None, {"cosine": True, "accumulate": 2}),
     ],
-    ids=["AdamW", "Adafactor", "SGD, cosine, accumulating"],
+    ids=["AdamW", "NAdam", "Adafactor", "SGD, cosine, accumulating"],
 )
 def test_a_warm_start_alone_is_torchs_optimizer_on_each_chain(optimizer: Any, reference: Any, options: Any) -> None:
     """Bit for bit, though AdamW's default decay is 0.01 and Adafactor mixes the elements of a tensor."""
@@ -92,6 +108,24 @@ def test_a_warm_start_alone_is_torchs_optimizer_on_each_chain(optimizer: Any, re
             own = [p.detach().clone() for p in module.parameters()]
         expected = by_hand(reference or optimizer, 12, chain, cosine, accumulate)
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.AdamW, fused=True), torch.optim.RMSprop])
+def test_chains_that_stop_or_go_on_in_another_fit_are_as_alone(optimizer: Any, tmp_path: Path) -> None:
+    """Three chains, of which one has stopped after 8 steps, resumed after 4 and after 8 of 12; up to rounding."""
+    path = tmp_path / "last.ckpt"
+    for steps in (4, 8, 12):
+        module = seeded(lambda: Plain(3))
+        start = WarmStart(optimizer, lr=0.01, steps=12, lr_schedule="constant")
+        trainer = quiet_trainer(max_steps=12, callbacks=[start, Stops(steps, 1)])
+        trainer.fit(module, datamodule=Data(), ckpt_path=path if steps > 4 else None)
+        trainer.save_checkpoint(path)
+    expected = [by_hand(functools.partial(optimizer, weight_decay=0.0), 12, chain) for chain in (0, 2)]
+    expected.insert(1, by_hand(functools.partial(optimizer, weight_decay=0.0), 8, 1))
+    for chain in range(3):
+        with module.at_chain(chain):
+            for own, known in zip(module.parameters(), expected[chain], strict=True):
+                torch.testing.assert_close(own.detach(), known, rtol=1e-5, atol=1e-7)
 
 
 # -- momenta ----------------------------------------------------------------------------------------------------------
