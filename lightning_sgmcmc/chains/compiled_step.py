@@ -431,11 +431,15 @@ def _fixed(group: Mapping[str, Any], is_scaled: bool, counted: Sequence[str] = (
     return {name: value for name, value in group.items() if name not in left_out}
 
 
-def can_be_compiled(sampler: Sampler, is_scaled: bool = False) -> bool:
+def can_be_made_at_once(sampler: Sampler, is_scaled: bool = False) -> bool:
     """Return whether a sampler's next steps are a function of rows: whether its whole state is in them, and its
-    options are numbers, but for κ where each step has its own."""
+    options are numbers, but for κ where each step has its own; or whether a stand-in's are."""
     flat = sampler.flat
-    if flat is None or not sampler._updates_rows() or sampler.stand_in is not None or sampler.held:
+    if flat is None or sampler.held:
+        return False
+    if sampler.stand_in is not None:
+        return sampler.stand_in.takes_rows
+    if not sampler._updates_rows():
         return False
     if any(map(sampler.sets_options, sampler.param_groups)):
         return False

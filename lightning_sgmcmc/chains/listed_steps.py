@@ -6,7 +6,7 @@ is the list of `chains.traced` without what is the same in all of these steps, a
 from some hundred steps on, where `chains.compiled_step` needs thousands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_sgmcmc.chains.traced import (
     trace,
     with_gradient,
 )
+from lightning_sgmcmc.samplers.sampler import CONTROLS
 
 
 class ListedSteps(RowSteps):
@@ -52,9 +53,7 @@ class ListedSteps(RowSteps):
         steady, seen = parts.before(*kept), max(0, len(of_steps) - 2)
         if first is not None:
             check_alike(parts.after(*steady, *of_steps[0])[1], first)
-        buffers = [rows for group in flat.groups for _, rows in group.buffers]
-        state_before = [rows.clone() for rows in (flat.values, *buffers)]
-        options_before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        restore, stand_in, count_before = self._restoring(), sampler.stand_in, sampler.step_count
         found = []
         for step, given in enumerate(of_steps):
             if step < seen:
@@ -62,21 +61,47 @@ class ListedSteps(RowSteps):
             else:
                 gradient, energies = parts.after(*steady, *given)
                 found.append(energies)
-            start = 0
-            for group, part, own_controls in zip(groups, flat.groups, controls, strict=True):
+            for group, own_controls in zip(groups, controls, strict=True):
                 group["lr"], group["temperature"] = own_controls.lr[step], own_controls.temperature[step]
+            if stand_in is not None:
+                flat.set_gradients(gradient)
+                stand_in()
+                sampler.step_count += 1
+                continue
+            start = 0
+            for group, part in zip(groups, flat.groups, strict=True):
                 stop = start + part.values.shape[1]
                 drawn = None if noise is None else _noise_of(noise[step], start, stop, flat.values.shape[1])
                 sampler.update(group, [part.values], [gradient[:, start:stop]], drawn)
                 start = stop
+        sampler.step_count = count_before
         numbers = torch.stack(found)
-        if not bool(numbers.isfinite().all() & flat.values.isfinite().all()):
-            for rows, saved in zip((flat.values, *buffers), state_before, strict=True):
-                rows.copy_(saved)
-            for group, saved_options in zip(groups, options_before, strict=True):
-                group.update(saved_options)
-            return None
-        return numbers[[0, -1]]
+        is_finite = bool(numbers.isfinite().all() & flat.values.isfinite().all())
+        restore(CONTROLS[:2] if is_finite else None)  # a callback may have changed the controls of these steps
+        return numbers[[0, -1]] if is_finite else None
+
+    def _restoring(self) -> Callable[[Sequence[str] | None], None]:
+        """Return a function that restores the present state, or some options of the groups alone."""
+        flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
+        rows = [flat.values, *(buffer for group in flat.groups for _, buffer in group.buffers)]
+        copies = [own.clone() for own in rows]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        stand_in, saved = sampler.stand_in, None
+        if stand_in is not None:
+            flat.attach_gradients()
+            saved = stand_in.saved()
+
+        def restore(names: Sequence[str] | None) -> None:
+            for group, before in zip(groups, options, strict=True):
+                group.update(before if names is None else {name: before[name] for name in names})
+            if names is not None:
+                return
+            for own, copy in zip(rows, copies, strict=True):
+                own.copy_(copy)
+            if stand_in is not None:
+                stand_in.restore(saved)
+
+        return restore
 
     def _operations(self, kept: list[Tensor], of_step: Sequence[Tensor], structure: Any, axis: int | None) -> Parts:
         """Return the operations before many steps and those of each, of the gradient and of Ũ/N and log p(θ)."""

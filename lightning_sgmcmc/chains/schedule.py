@@ -249,8 +249,9 @@ class Schedule(SamplerCallback):
     def _acts_before(self, step: int) -> bool:
         """Return whether it does more before a step than to set the controls."""
         progress = self.run.chains.progress
-        # Otherwise `apply` is called for the step.
-        return progress.stage is Stage.WARM_START or step - progress.warm_steps > self._planned
+        own = step - progress.warm_steps
+        # Otherwise `apply` is called for the step, if it is one of the schedule's.
+        return (own > 0 and progress.stage is Stage.WARM_START) or own > self._planned
 
     def has_stepped(self, module: pl.LightningModule) -> bool:
         """Return whether the batch that ends has completed a step, which a loss scaler has not skipped."""

@@ -1,5 +1,6 @@
 """Torch's optimizers in the place of a sampler, and early stopping, of each chain."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,11 @@ class ChainOptimizers:
             if len(self._own) > 1:
                 optimizer.zero_grad()
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the coming step is one of all chains' rows."""
+        return self._may_join and len(self._controls()[0]) == len(self._own)
+
     def _step(self, optimizer: Optimizer, factor: float) -> None:
         for group, lr in zip(optimizer.param_groups, self._lrs, strict=True):
             group["lr"] = lr * factor
@@ -141,6 +147,23 @@ class ChainOptimizers:
             for place, piece in enumerate(flat.split(held[name])):
                 state[place][name] = (piece[chain] if len(self._own) > 1 else piece).clone()
         return own | {"state": state}
+
+    def saved(self) -> Any:
+        """Return copies of the present states."""
+        self._choose(self.takes_rows)
+        if self._rows is None:
+            return copy.deepcopy([optimizer.state_dict() for optimizer in self._optimizers])
+        optimizer, _, rows = self._rows
+        return {n: t.clone() if isinstance(t, Tensor) else t for n, t in optimizer.state[rows].items()}
+
+    def restore(self, saved: Any) -> None:
+        """Return to states that `saved` returned."""
+        if isinstance(saved, dict) and self._rows is not None:
+            self._rows[0].state[self._rows[2]] = saved
+            return
+        self._rows = None
+        for optimizer, state in zip(self._optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)
 
     def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
         """Take over the state of a chain's optimizer."""

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_compiled
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_made_at_once
+from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
@@ -105,11 +106,12 @@ class StepBlocks:
         """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         self._compiles = compiles(module, trainer.estimated_stepping_batches)
-        self._lists = not self._compiles and module.chains.stacked is None
-        """Whether steps are listed; those of several chains gain less from it, and stay the same bit for bit."""
+        self._lists = True
+        """Whether steps may be listed where they are not compiled."""
         self._epochs = HiddenEpochs(trainer, module)
-        self._steps: CompiledSteps | ListedSteps | None = None
-        """What makes the steps, from the first on that are made at once."""
+        self._compiled: CompiledSteps | None = None
+        self._listed: ListedSteps | None = None
+        """What makes the steps, from the first on that are made at once; those of a stand-in are listed."""
         numbers = numbers_of(module) * max(1, self._sampler.draws)
         self._most = max(1, min(MOST, MOST_NUMBERS // numbers))
         """Steps of a block."""
@@ -144,7 +146,7 @@ class StepBlocks:
     @property
     def is_ready(self) -> bool:
         """Whether steps are made as the rest of the run's will be."""
-        return not self._compiles or self._steps is not None
+        return not self._compiles or self._compiled is not None
 
     def end(self) -> None:
         """Give Lightning's loop its own method back."""
@@ -232,6 +234,11 @@ class StepBlocks:
         """Return whether progress bars show the coming step."""
         return all(rate < 1 or coming % rate == 0 for rate in self._rates)
 
+    @property
+    def _compiles_now(self) -> bool:
+        """Whether the coming steps are compiled, if they are made at once."""
+        return self._compiles and self._sampler.stand_in is None
+
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
     def _free_steps(self, late: bool) -> tuple[int, bool]:
@@ -241,14 +248,15 @@ class StepBlocks:
         """
         chains, sampler = self._module.chains, self._sampler
         energies = chains.energies
-        at_once = self._compiles or self._lists
-        ready = chains.traces and at_once and not self._clip[0] and sampler.step_count >= LAST
+        ready = (
+            chains.traces and (self._compiles_now or self._lists) and not self._clip[0] and sampler.step_count >= LAST
+        )
         if not ready or energies is None:
             return 0, False
         self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
         self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
         is_scaled = any(part.scales for part in self._parts)
-        possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= int(self._compiles)
+        possible = can_be_made_at_once(sampler, is_scaled) and len(self._parts) <= int(self._compiles_now)
         if not possible or has_hooks(sampler, self._scales, *self._acting) or chains.accumulation.candidates > 1:
             return 0, False
         if chains.weights is None or not chains.weights.counts_rows:
@@ -327,7 +335,7 @@ class StepBlocks:
         """Return whether the last steps of an epoch may wait for the next one's."""
         energies = self._module.chains.energies
         return (
-            self._steps is not None
+            (self._compiled if self._compiles_now else self._listed) is not None
             and energies is not None
             and not energies.is_looking
             and not self._parts
@@ -367,10 +375,11 @@ class StepBlocks:
     def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, energies, found = self._sampler, self._module.chains.energies, None
-        noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
+        is_own = sampler.stand_in is None
+        noisy = {is_own and sampler.is_noisy(group) for group in sampler.param_groups}
         assert sampler.flat is not None
         is_possible = len(noisy) == 1 and (noisy == {True} or not acting)
-        if energies is None or not is_possible or any(map(sampler.sets_options, sampler.param_groups)):
+        if energies is None or not is_possible or (is_own and any(map(sampler.sets_options, sampler.param_groups))):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
         checks = self._checked()
@@ -379,14 +388,7 @@ class StepBlocks:
             looks = checks or energies.is_looking
             before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
             after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
-            if self._steps is None and self._lists:
-                self._steps = energies.listed_steps(sampler)
-            elif self._steps is None:
-                left = self._trainer.estimated_stepping_batches - self._trainer.global_step
-                rank_zero_info(
-                    f"Steps are compiled, once in about {COMPILATION} s, which saves about {left * SAVED:,.0f} s."
-                )
-                self._steps = energies.compiled_steps(sampler, self._most)
+            steps = self._at_once(energies)
             controls = [
                 Controls(*map(_joined, zip(*own, strict=True)))
                 for own in zip(*(s.controls for s in segments), strict=True)
@@ -395,16 +397,30 @@ class StepBlocks:
             parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
             weights = [self._weights_of(segment) for segment in segments]
             batches = parts, first.taken.structure, first.taken.axis
-            found = self._steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
+            found = steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
         except NotTraceableError as error:
-            how = "compiled" if self._compiles else "listed"
+            how = "compiled" if self._compiles_now else "listed"
             self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not {how}: {error}.")
         if found is None:
             sampler.noise_states(states)
-        elif self._compiles:
+        elif self._compiles_now:
             self._counters.compiled_steps += sum(len(own.factors) for own in segments)
         return found
+
+    def _at_once(self, energies: ChainEnergies) -> CompiledSteps | ListedSteps:
+        """Return what makes the coming steps."""
+        sampler = self._sampler
+        if not self._compiles_now:
+            self._listed = self._listed or energies.listed_steps(sampler)
+            return self._listed
+        if self._compiled is None:
+            left = self._trainer.estimated_stepping_batches - self._trainer.global_step
+            rank_zero_info(
+                f"Steps are compiled, once in about {COMPILATION} s, which saves about {left * SAVED:,.0f} s."
+            )
+            self._compiled = energies.compiled_steps(sampler, self._most)
+        return self._compiled
 
     def _weights_of(self, segment: Segment) -> Tensor:
         """Return the weights of the data of some steps, shape (K, B)."""

@@ -283,6 +283,23 @@ class Guard(Protocol):
         """Undo what a step has changed before its update, which an error keeps from being made."""
 
 
+class StandIn(Protocol):
+    """What makes the updates in the place of a sampler's rule, such as a warm start's optimizers."""
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it updates all chains' rows in the coming step, so that several steps can be made at once."""
+
+    def __call__(self) -> None:
+        """Update the parameters with the gradients that they hold."""
+
+    def saved(self) -> Any:
+        """Return its present state, for `restore`."""
+
+    def restore(self, saved: Any) -> None:
+        """Return to a state."""
+
+
 class Sampler(UpdateRule):
     """Base of the samplers: a torch optimizer that adds Gaussian noise, scaled by the number of data and by τ.
 
@@ -314,8 +331,8 @@ class Sampler(UpdateRule):
     guard: "Guard | None" = None
     """Asked before every update whether it may be made; None outside a trainer."""
 
-    stand_in: "Callable[[], None] | None" = None
-    """Makes the update instead of the rule while it is set (a warm start's optimizer); the step counts as one."""
+    stand_in: "StandIn | None" = None
+    """Makes the update in the place of the rule while it is set; the step counts as one."""
 
     def __init__(
         self,

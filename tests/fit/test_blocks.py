@@ -45,6 +45,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
+from lightning_sgmcmc.chains.schedule import Schedule
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, TensorBatches
 from lightning_sgmcmc.fit import block_runs, passes
@@ -95,7 +96,7 @@ class Run:
         monkeypatch.setattr(block_runs, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
         self.collector = SampleCollector(in_memory=True)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | options
-        schedule = [c for c in callbacks if isinstance(c, CyclicalSchedule | SamplingSchedule)]
+        schedule = [c for c in callbacks if isinstance(c, Schedule)]
         own = [] if schedule else [SamplingSchedule(burn_in_epochs=2, every_n_steps=5)]
         self.module = module or BayesianModule(
             network(), Gaussian(0.3), sampler=sampler, lr=1e-3, num_chains=chains, seed=3
