@@ -19,10 +19,11 @@ SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
 
 LARGEST = 1_000_000
 """Sampled numbers of all chains above which a step's time is that of its arithmetic."""
-COMPILATION, SAVED = 15, 1.5e-3
-"""Seconds in which a step is compiled, and those that each compiled one saves."""
-WORTH_COMPILING = 20_000
-"""Steps of a run from which compiled ones save twice the time of their compilation."""
+COMPILATION, AGAIN, SAVED = 15, 5, 1.8e-4
+"""Seconds in which a step is compiled, first and by a later process from torch's cache, and what a compiled step saves
+of a listed one."""
+WORTH_COMPILING = 50_000
+"""Steps of a run from which compiled ones save more than that in all processes but the first."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which blocks save more than the second in which one is traced."""
 

@@ -29,7 +29,7 @@ from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.chains.weights import LAST
-from lightning_sgmcmc.fit.block_runs import COMPILATION, OF_A_STEP, SAVED, compiles, numbers_of
+from lightning_sgmcmc.fit.block_runs import AGAIN, COMPILATION, OF_A_STEP, SAVED, compiles, numbers_of
 from lightning_sgmcmc.fit.checks import take_num_data
 from lightning_sgmcmc.fit.passes import (
     HiddenEpochs,
@@ -417,7 +417,8 @@ class StepBlocks:
         if self._compiled is None:
             left = self._trainer.estimated_stepping_batches - self._trainer.global_step
             rank_zero_info(
-                f"Steps are compiled, once in about {COMPILATION} s, which saves about {left * SAVED:,.0f} s."
+                f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which "
+                f"saves about {left * SAVED:,.0f} s."
             )
             self._compiled = energies.compiled_steps(sampler, self._most)
         return self._compiled

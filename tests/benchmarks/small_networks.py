@@ -1,7 +1,7 @@
 """A step of small networks under a trainer, against plain Lightning, a block written by hand and blackjax's scan.
 
 `python -m tests.benchmarks.small_networks [--chains 1 4] [--networks 8-50-1] [--peers]`
-`python -m tests.benchmarks.small_networks --fits FILE` times whole fits of 22,000 steps, compiled and not.
+`python -m tests.benchmarks.small_networks --fits FILE` times whole fits of 60,000 steps, compiled and not.
 
 Every alternative makes steps of SGLD with the same network, data, batches of 50 and number of chains, on one thread, in
 turns; the table has the least processor time of a step, in µs. "loop" is `chain_execution="loop"`, each chain bit for
@@ -175,7 +175,7 @@ def blackjax(name: str, chains: int, interpreter: Path) -> float:
     return float(json.loads(found.stdout)["seconds"])
 
 
-def whole_fits(epochs: int = 1_100) -> dict[str, float]:
+def whole_fits(epochs: int = 3_000) -> dict[str, float]:
     """Return the processor seconds of fits of one network 8-50-1, compiled (a second time in a process) and not."""
     torch.manual_seed(0)
     x = torch.randn(1_200, 8)
@@ -186,7 +186,9 @@ def whole_fits(epochs: int = 1_100) -> dict[str, float]:
         net = nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 1))
         prior = GaussianPrior(1.0) if kind == "AutoSampling" else HierarchicalPrior()
         module = BayesianModule(net, Gaussian(0.3), prior, lr=1e-3, seed=0, compile=compile)
-        schedule = AutoSampling() if kind == "AutoSampling" else SamplingSchedule(burn_in_epochs=550, every_n_epochs=50)
+        schedule = (
+            AutoSampling() if kind == "AutoSampling" else SamplingSchedule(burn_in_epochs=1_500, every_n_epochs=150)
+        )
         limit = {} if kind == "AutoSampling" else {"limit_val_batches": 0}  # it validates after each epoch
         trainer = pl.Trainer(max_epochs=epochs, callbacks=[schedule, SampleCollector(in_memory=True)], **QUIET, **limit)
         begun = time.process_time()
