@@ -85,6 +85,7 @@ SAME = (ATEN.detach.default, ATEN.alias.default)
 """Operations whose result has the argument's memory and numbers."""
 OF_A_SHAPE = (ATEN.ones_like.default, ATEN.zeros_like.default)
 """Operations whose result depends on their argument's shape alone."""
+VIEWS = (ATEN.view.default, ATEN._unsafe_view.default)
 PLAIN: dict[Any, Callable[..., Any]] = {
     ATEN.addmm.default: torch.addmm,
     ATEN.mm.default: torch.mm,
@@ -184,25 +185,36 @@ def _shorten(graph: Graph, shapes: Mapping[Node, Any]) -> None:
     one operation."""
     for node in [node for node in graph.nodes if node.op == "call_function"]:
         source, *others = [*node.all_input_nodes, None]
-        if node.target is ATEN.view.default:
-            if source.target is ATEN.view.default:
+        if node.target in VIEWS:
+            if source.target in VIEWS:
                 source = source.all_input_nodes[0]
                 node.args = source, node.args[1]
             if shapes[source] == shapes[node]:
                 node.replace_all_uses_with(source)
+                graph.erase_node(node)
         elif node.target is ATEN.add.Tensor and not node.kwargs and len(others) == 2:
             for product, other in ((source, others[0]), (others[0], source)):
-                factors, options = product.all_input_nodes, {}
-                alike = len({shapes[part] for part in (node, other, *factors)}) == 1
-                if alike and product.target is ATEN.mul.Tensor and len(product.users) == 1 and len(factors) == 2:
-                    for place, factor in enumerate(factors):
-                        if factor.target is ATEN.mul.Scalar and not options:
-                            factors[place], options["value"] = factor.args
-                    node.target, node.args, node.kwargs = ATEN.addcmul.default, (other, *factors), options
+                if len(product.users) == 1 and _joins(node, product, other, shapes):
                     break
     for node in graph.nodes:
         if node.op == "call_function" and (not node.kwargs or node.target is ATEN.addcmul.default):
             node.target = PLAIN.get(node.target, node.target)
+
+
+def _joins(total: Node, product: Node, other: Node, shapes: Mapping[Node, Any]) -> bool:
+    """Make a sum of a product and another number one operation, if there is one; return whether there is."""
+    factors, options = product.all_input_nodes, {}
+    if product.target is ATEN.bmm.default and shapes[total] == shapes[product]:
+        total.target, total.args = torch.baddbmm, (other, *factors)
+        return True
+    alike = len({shapes[part] for part in (total, other, *factors)}) == 1
+    if not alike or product.target is not ATEN.mul.Tensor or len(factors) != 2:
+        return False
+    for place, factor in enumerate(factors):
+        if factor.target is ATEN.mul.Scalar and not options:
+            factors[place], options["value"] = factor.args
+    total.target, total.args, total.kwargs = ATEN.addcmul.default, (other, *factors), options
+    return True
 
 
 def _is_view(node: Node) -> bool:

@@ -64,7 +64,7 @@ class Taken:
         self.axis = None if len(rows) == 1 else 0
         sizes = rows[0][1]
         self.sizes = sizes if all([own == sizes for _, own in rows]) else []
-        self._size = max(size or 0, *sizes)
+        self._size = max(min(size or 0, len(tensors[0])), *sizes)  # a batch may be all data, and fewer than wished
 
     @property
     def structure(self) -> pytree.TreeSpec:

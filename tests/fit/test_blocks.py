@@ -369,6 +369,23 @@ def test_replicas_are_exchanged_between_steps(
     resumed.check_like(whole, exactly=True)
 
 
+def test_a_batch_of_all_data_is_not_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch size above N is all data, and costs no more than that."""
+    sizes = []
+    weights = passes.Taken.weights
+
+    def counted(self: Any, *given: Any) -> Any:
+        found = weights(self, *given)
+        sizes.append(found.shape[1])
+        return found
+
+    monkeypatch.setattr(passes.Taken, "weights", counted)
+    data = {"data": DatasetDataModule(DATA, batch_size=2000), "epochs": 150}
+    mine, theirs = (Run(form, monkeypatch, **data) for form in ("traced", None))
+    assert set(sizes) == {N}
+    mine.check_like(theirs)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_health_and_logs_are_those_without_blocks(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(form: str | None) -> tuple[Any, list[list[str]]]:
