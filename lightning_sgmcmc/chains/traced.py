@@ -128,6 +128,9 @@ def parted(traced: GraphModule, tensors: Sequence[Tensor], kept: int, live: Tens
     """Return the parts of a traced function of some tensors, of which the first so many stay the same.
 
     A kept tensor may be `live`: its memory stays the same, and its numbers change.
+
+    Raises:
+        NotTraceableError: if the parts do not give what the function gives.
     """
     values = Interpreter(traced, garbage_collect_values=False)
     with torch.no_grad():
@@ -167,20 +170,36 @@ def parted(traced: GraphModule, tensors: Sequence[Tensor], kept: int, live: Tens
         second[node] = after.placeholder(node.name)
     for node in later:
         second[node] = after.node_copy(node, lambda found: second[same.get(found, found)])
-    shapes = {second[node]: getattr(values.env[node], "shape", None) for node in second}
     after.output(tuple(second[node] for node in results))
-    _shorten(after, shapes)
+    _shorten(after, {second[node]: _form_of(values.env[node]) for node in second})
     alone = Graph()
     whole: Any = alone.graph_copy(after, {})
     alone.output(whole[0])
     for graph in (after, alone):
         graph.eliminate_dead_code()
-    return Parts(
-        *(GraphModule(held, g).forward for held, g in ((constants, before), (nn.Module(), after), (nn.Module(), alone)))
-    )
+    graphs = (constants, before), (nn.Module(), after), (nn.Module(), alone)
+    parts = Parts(*(GraphModule(held, graph).forward for held, graph in graphs))
+    _check_parts(parts, tensors, kept, [values.env[node] for node in end.args[0]])
+    return parts
 
 
-def _shorten(graph: Graph, shapes: Mapping[Node, Any]) -> None:
+@torch.no_grad()
+def _check_parts(parts: Parts, tensors: Sequence[Tensor], kept: int, expected: Sequence[Tensor]) -> None:
+    """Raise unless the parts give what the function gave of some tensors."""
+    steady = parts.before(*tensors[:kept])
+    found = [*parts.after(*steady, *tensors[kept:]), parts.first(*steady, *tensors[kept:])]
+    for value, wanted in zip(found, [*expected, expected[0]], strict=True):
+        size = wanted.abs().max() if wanted.numel() and wanted.isfinite().all() else 1.0
+        if not torch.allclose(value, wanted, rtol=1e-3, atol=1e-5 * float(size), equal_nan=True):
+            raise NotTraceableError("its operations give something else in another order")
+
+
+def _form_of(value: Any) -> Any:
+    """Return the shape and the type of a tensor."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+
+def _shorten(graph: Graph, forms: Mapping[Node, Any]) -> None:
     """Make a list of operations shorter, up to rounding: views in a row are one or none, and a sum with a product is
     one operation."""
     for node in [node for node in graph.nodes if node.op == "call_function"]:
@@ -189,25 +208,25 @@ def _shorten(graph: Graph, shapes: Mapping[Node, Any]) -> None:
             if source.target in VIEWS:
                 source = source.all_input_nodes[0]
                 node.args = source, node.args[1]
-            if shapes[source] == shapes[node]:
+            if forms[source] == forms[node]:
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
         elif node.target is ATEN.add.Tensor and not node.kwargs and len(others) == 2:
             for product, other in ((source, others[0]), (others[0], source)):
-                if len(product.users) == 1 and _joins(node, product, other, shapes):
+                if len(product.users) == 1 and _joins(node, product, other, forms):
                     break
     for node in graph.nodes:
         if node.op == "call_function" and (not node.kwargs or node.target is ATEN.addcmul.default):
             node.target = PLAIN.get(node.target, node.target)
 
 
-def _joins(total: Node, product: Node, other: Node, shapes: Mapping[Node, Any]) -> bool:
+def _joins(total: Node, product: Node, other: Node, forms: Mapping[Node, Any]) -> bool:
     """Make a sum of a product and another number one operation, if there is one; return whether there is."""
     factors, options = product.all_input_nodes, {}
-    if product.target is ATEN.bmm.default and shapes[total] == shapes[product]:
+    if product.target is ATEN.bmm.default and forms[total] == forms[product]:
         total.target, total.args = torch.baddbmm, (other, *factors)
         return True
-    alike = len({shapes[part] for part in (total, other, *factors)}) == 1
+    alike = len({forms[part] for part in (total, other, *factors)}) == 1
     if not alike or product.target is not ATEN.mul.Tensor or len(factors) != 2:
         return False
     for place, factor in enumerate(factors):
