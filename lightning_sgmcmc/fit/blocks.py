@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_compiled
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
-from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
+from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
-from lightning_sgmcmc.fit.block_runs import COMPILATION, OF_A_STEP, SAVED, compiles, numbers_of
+from lightning_sgmcmc.fit.block_runs import COMPILATION, OF_A_STEP, SAVED, WORTH_COMPILING, compiles, numbers_of
 from lightning_sgmcmc.fit.checks import take_num_data
+from lightning_sgmcmc.fit.coming import ComingControls, NextSeen
 from lightning_sgmcmc.fit.passes import (
     HiddenEpochs,
     RowsOfPass,
@@ -37,20 +38,18 @@ from lightning_sgmcmc.fit.passes import (
     defines,
     hooks_of,
     rows_of_pass,
-    validates,
 )
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import Control
 
-ModelCheckpoint = pl.callbacks.ModelCheckpoint
-ProgressBar = pl.callbacks.ProgressBar
-Timer = pl.callbacks.Timer
 call = pl.trainer.call
 
 LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
+SINGLE = 1_000
+"""Steps made one by one after which a sentence says why."""
 FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
 MOST, MOST_NUMBERS = 512, 2**22
@@ -84,15 +83,7 @@ class StepBlocks:
         self._trainer: Any = trainer
         self._module, self._sampler = module, sampler_of(module)
         self._scales = scales
-        self._schedule: PlannedSchedule | None = next(
-            (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
-        )
         self._hooks = {name: hooks_of(trainer, name) for name in OF_A_STEP}
-        keepers = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint)]
-        self._keepers = [keeper._every_n_train_steps for keeper in keepers]
-        self._clocks = [(k, k._train_time_interval.total_seconds()) for k in keepers if k._train_time_interval]
-        """Checkpoints by time, and their seconds."""
-        self._rates = [getattr(c, "refresh_rate", 1) for c in callbacks_of(trainer) if isinstance(c, ProgressBar)]
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
         self._epoch, self._first_epoch = -1, -1
@@ -104,10 +95,16 @@ class StepBlocks:
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
+        self._coming = ComingControls(trainer, module, self._acting)
         self._compiles = compiles(module, trainer.estimated_stepping_batches)
         self._lists = not self._compiles and module.chains.stacked is None
         """Whether steps are listed; those of several chains gain less from it, and stay the same bit for bit."""
+        self._cause: str | None = None
+        """What keeps the coming step from being made with others."""
+        self._single = 0.0
+        """Steps in a row that such a cause made single; -∞ once it is reported."""
         self._epochs = HiddenEpochs(trainer, module)
+        self._next_seen = NextSeen(trainer, self._coming, self._epochs)
         self._steps: CompiledSteps | ListedSteps | None = None
         """What makes the steps, from the first on that are made at once."""
         numbers = numbers_of(module) * max(1, self._sampler.draws)
@@ -131,7 +128,9 @@ class StepBlocks:
         holders = [holder for subject in CLAIMS if (holder := chains.claims.holder(subject)) is not None]
         if trainer.lr_scheduler_configs or holders:
             what = (
-                f"{type(holders[0]).__name__} needs more than the gradient" if holders else "a scheduler acts in each"
+                f"{type(holders[0]).__name__} needs more than the gradient"
+                if holders
+                else "a learning-rate scheduler acts in each: use SamplingSchedule(lr_decay=…) or CyclicalSchedule"
             )
             rank_zero_info(f"Steps are not made in blocks, since {what}.")
             chains.stop_tracing(trainer)
@@ -161,19 +160,21 @@ class StepBlocks:
         loop.val_loop.restarting = False
         source = rows_of_pass(fetcher)
         begun = time.monotonic()
-        self._has_validation = validates(self._trainer)
+        self._next_seen.begin()
         while True:
             if loop.batch_idx + 1 >= self._trainer.num_training_batches:
                 self._turn(fetcher)
                 source = rows_of_pass(fetcher)
             late = time.monotonic() - begun > LONGEST
             # Which steps are compiled does not depend on time, since their rounding does on it.
-            if source is not None and (free := self._free_steps(late))[0]:
+            free = self._free_steps(source is not None, late)
+            if source is not None and free[0]:
                 if self._make_block(source, *free):
                     return
                 continue
             self._make_waiting()
-            _, is_seen = self._until_seen(late, 1)
+            self._note_single()
+            _, is_seen = self._next_seen.within(1, late)
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
@@ -195,76 +196,78 @@ class StepBlocks:
             self._make_waiting()
             take_num_data(self._module, grown)
 
-    def _until_seen(self, late: bool, most: int) -> tuple[int, bool]:
-        """Return how many of the coming steps, of so many, come up to the next that Lightning sees or that ends an
-        epoch, and whether Lightning sees that."""
-        trainer, loop = self._trainer, self._loop
-        step, stepped, batch = trainer.global_step, loop._batches_that_stepped, loop.batch_idx + 1
-        now = time.monotonic() if self._clocks else 0.0
-        is_time = any(now - (keeper._last_time_checked or 0.0) >= interval for keeper, interval in self._clocks)
-        if trainer.should_stop or trainer.received_sigterm or is_time:
-            return 1, True
-        due = [every - step % every for every in self._keepers if every >= 1]
-        if trainer.max_steps >= 0:
-            due.append(max(1, trainer.max_steps - step))
-        if trainer.loggers:
-            interval = log_interval(trainer)
-            due.append(interval - stepped % interval)
-        every = trainer.val_check_batch
-        may_validate = self._has_validation and loop._should_check_val_epoch()
-        if may_validate and every is not None and not math.isinf(every):
-            due.append(
-                int(every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every)
-            )
-        end = trainer.num_training_batches - batch
-        if late:
-            due.append(next((ahead for ahead in range(1, end) if self._shows(batch + ahead)), end))
-        own = self._sampler.step_count - self._module.chains.progress.warm_steps
-        count = min(most, end, *due)
-        if self._schedule is not None:
-            draws = self._schedule.draws
-            count = next((ahead for ahead in range(max(1, 1 - own), count + 1) if draws(own + ahead)), count)
-            due.append(count if own + count > 0 and draws(own + count) else most + 1)
-        is_seen = count in due or (count == end and not self._epochs.hides(self._has_validation))
-        return count, is_seen
-
-    def _shows(self, coming: int) -> bool:
-        """Return whether progress bars show the coming step."""
-        return all(rate < 1 or coming % rate == 0 for rate in self._rates)
-
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
-    def _free_steps(self, late: bool) -> tuple[int, bool]:
+    def _free_steps(self, are_rows: bool, late: bool) -> tuple[int, bool]:
         """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them.
 
         The first steps of a run are not among them, in which its batches are looked at.
+
+        Args:
+            are_rows: whether batches are rows of tensors in memory.
         """
         chains, sampler = self._module.chains, self._sampler
-        energies = chains.energies
-        at_once = self._compiles or self._lists
-        ready = chains.traces and at_once and not self._clip[0] and sampler.step_count >= LAST
-        if not ready or energies is None:
+        at_once, self._cause = self._compiles or self._lists, None
+        if not (chains.traces and at_once and sampler.step_count >= LAST) or chains.energies is None:
             return 0, False
-        self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
-        self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
+        self._coming.apply(sampler.step_count + 1)  # parts depend on the coming temperature
+        acting = {callback: part for callback in self._acting if (part := callback.step_part()) is not None}
+        self._parts = [*acting.values()]
         is_scaled = any(part.scales for part in self._parts)
-        possible = can_be_compiled(sampler, is_scaled) and len(self._parts) <= int(self._compiles)
-        if not possible or has_hooks(sampler, self._scales, *self._acting) or chains.accumulation.candidates > 1:
+        if not can_be_compiled(sampler, is_scaled):
+            if sampler.stand_in is None and not any(map(sampler.sets_options, sampler.param_groups)):
+                self._cause = (
+                    f"{type(sampler).__name__} updates more than rows of numbers: set elementwise=True in its class "
+                    "if it treats each coordinate alone"
+                )
             return 0, False
-        if chains.weights is None or not chains.weights.counts_rows:
-            return 0, False  # a short batch is filled up, so an example must be a row
+        self._cause = self._obstacle([*acting], are_rows)
+        if self._cause is not None:
+            return 0, False
         most = max(1, self._most - self._waits)
         if self._scales is not None:
             most = int(min(most, self._scales.distance))
             if most == 0:
                 return 0, False
-        count, is_seen = self._until_seen(late, most)
+        count, is_seen = self._next_seen.within(most, late)
         first = sampler.step_count + 1
         for callback in self._acting:
             acts = callback.acts_in
             free = next((ahead for ahead in range(count) if acts(first + ahead)), count)
+            if free == 0 < count:
+                self._cause = f"{type(callback).__name__} acts in each: remove it to make many steps at once"
             count, is_seen = free, is_seen and free == count
         return count, is_seen
+
+    def _obstacle(self, acting: Sequence[RunCallback], are_rows: bool) -> str | None:
+        """Return what keeps a run's steps from being made together, and what to do about it; None for nothing.
+
+        Args:
+            acting: the callbacks with a part in the coming steps.
+            are_rows: whether batches are rows of tensors in memory.
+        """
+        weights = self._module.chains.weights
+        if not are_rows:
+            return "batches are made row by row: use a TensorDataset, or a datamodule without augmentation"
+        if self._clip[0]:
+            return f"gradient_clip_val={self._clip[0]}: pass None, and a smaller lr"
+        if len(acting) > int(self._compiles):
+            name = type(acting[-1]).__name__
+            return f"{name} learns in each: {WORTH_COMPILING:,} steps or more are compiled with it"
+        if has_hooks(self._sampler, self._scales, *self._acting):
+            return "the sampler has a hook: remove it, and use a hook of epochs"
+        if weights is None or not weights.counts_rows:  # a short batch is filled up, so an example must be a row
+            return "the likelihood counts other data than rows: return one number for each row"
+        return None
+
+    def _note_single(self) -> None:
+        """Report once what keeps steps from being made together, after many that were made one by one."""
+        if self._cause is None:
+            return
+        self._single += 1
+        if self._single == SINGLE:
+            self._single = -math.inf
+            rank_zero_info(f"Steps are made one by one, since {self._cause}.")
 
     def _checks(self, ahead: int = 0) -> bool:
         """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
@@ -283,9 +286,9 @@ class StepBlocks:
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
         Lightning has seen the last. Steps that end an epoch may wait for those of the next one."""
-        chains = self._module.chains
+        chains, self._single = self._module.chains, min(self._single, 0.0)
         assert chains.weights is not None
-        controls, possible, form = self._controls(count)
+        controls, possible, form = self._coming.of_steps(count)
         count, is_seen = possible, is_seen and possible == count
         index = self._loop.batch_idx + 1
         factors = [chains.weights.factor(index)] * count  # it depends on the batch where gradients are accumulated
@@ -293,7 +296,7 @@ class StepBlocks:
         sizes = coming.taken.sizes
         if self._waiting and not self._goes_on(coming):
             self._make_waiting()
-            self._apply(self._sampler.step_count + count)
+            self._coming.apply(self._sampler.step_count + count)
         if not is_seen and source.is_done and sizes and self._may_wait(count):
             self._waiting.append(coming)
             self._count_over(sizes, index)
@@ -347,7 +350,7 @@ class StepBlocks:
         segments, self._waiting = self._waiting, []
         if not segments:
             return
-        self._apply(self._sampler.step_count)
+        self._coming.apply(self._sampler.step_count)
         energies = self._computed(segments, [])
         if energies is None:
             self._make_counted(segments)
@@ -361,7 +364,7 @@ class StepBlocks:
         counters.gradient_evaluations -= sum(sizes)
         for own in segments:
             for place in range(len(own.factors)):
-                self._apply(self._sampler.step_count + 1)
+                self._coming.apply(self._sampler.step_count + 1)
                 self._compute_step(own.taken.batch(place), own.first + place)
 
     def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
@@ -415,46 +418,6 @@ class StepBlocks:
                 self._weights.clear()
             self._weights[form] = segment.taken.weights(segment.factors, self._sampler.flat.values.dtype)
         return self._weights[form]
-
-    def _controls(self, count: int) -> tuple[list[Controls], int, Any]:
-        """Return the controls of the coming steps, up to the first with others than numbers that differ, and what
-        they are."""
-        sampler = self._sampler
-        groups = sampler.param_groups
-        controls = [Controls([], []) for _ in groups]
-        first, form = sampler.step_count + 1, None
-        ahead = 0
-        while ahead < count:
-            self._apply(first + ahead)
-            changed = [self._changed(group) for group in groups]
-            own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in changed]
-            if form is not None and own != form:
-                self._apply(first + ahead - 1)
-                return controls, ahead, form
-            form = own
-            alike = min(self._steps_alike(first + ahead), count - ahead)
-            for kept, group in zip(controls, changed, strict=True):
-                kept.lr.extend([group["lr"]] * alike)
-                kept.temperature.extend([group["temperature"]] * alike)
-            ahead += alike
-        return controls, count, form
-
-    def _changed(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a group with the controls of the coming steps, which callbacks may change."""
-        for callback in self._acting:
-            group = {**group, **changed} if (changed := callback.step_controls(group)) else group
-        return group
-
-    def _apply(self, step: int) -> None:
-        """Set the schedule's controls of a step, the sampler's so many-th."""
-        own = step - self._module.chains.progress.warm_steps
-        if self._schedule is not None and own > 0:
-            self._schedule.apply(own, self._module, self._sampler)
-
-    def _steps_alike(self, step: int) -> int:
-        """Return how many steps, from one on, have the same controls."""
-        own = step - self._module.chains.progress.warm_steps
-        return self._schedule.steps_alike(own) if self._schedule is not None and own > 0 else 1
 
     def _count_over(self, sizes: list[int], index: int) -> None:
         """Count steps that neither Lightning nor callbacks see."""
