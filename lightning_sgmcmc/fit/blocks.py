@@ -369,7 +369,8 @@ class StepBlocks:
 
     def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
-        sampler, energies, found = self._sampler, self._module.chains.energies, None
+        sampler, chains, found = self._sampler, self._module.chains, None
+        energies, counted = chains.energies, chains.weights
         noisy = {sampler.is_noisy(group) for group in sampler.param_groups}
         assert sampler.flat is not None
         is_possible = len(noisy) == 1 and (noisy == {True} or not acting)
@@ -381,6 +382,8 @@ class StepBlocks:
         try:
             looks = checks or energies.is_looking
             before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
+            if looks and counted is not None:
+                counted.factor(first.first)  # which notes what the likelihood counts in this batch
             after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
             if self._steps is None and self._lists:
                 self._steps = energies.listed_steps(sampler)

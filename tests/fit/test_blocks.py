@@ -412,6 +412,16 @@ def test_a_resumed_run_is_the_whole_one(
         resumed.check_like(whole, exactly=True)
 
 
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_run_is_resumed_at_a_short_batch(chains: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first batch that is looked at has fewer rows than those that follow."""
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=69, save_top_k=-1)
+    data = {"data": DatasetDataModule(DATA, batch_size=20), "chains": chains}
+    whole = Run("traced", monkeypatch, keeper, enable_checkpointing=True, **data)
+    (file,) = tmp_path.glob("*.ckpt")
+    Run("traced", monkeypatch, ckpt_path=file, **data).check_like(whole, exactly=True)
+
+
 def test_two_fits_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
         made = Run(form, monkeypatch, epochs=6)
