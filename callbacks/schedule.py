@@ -455,6 +455,9 @@ class WarmStart(FirstStage):
         if not self._ended:
             self.run.sampler.set_control("temperature", 0.0)
 
+    def acts_in(self, step: int) -> bool:
+        return not self._ended or self._draws_momenta
+
     def _update(self) -> None:
         """Make the optimizers' step instead of the sampler's."""
         assert self._optimizers is not None
