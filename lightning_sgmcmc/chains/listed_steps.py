@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.compiled_step import Controls, RowSteps
-from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, parted, trace, with_gradient
+from lightning_sgmcmc.chains.compiled_step import Controls, ControlVariate, RowSteps
+from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, parted, trace
 
 
 class ListedSteps(RowSteps):
@@ -31,17 +31,18 @@ class ListedSteps(RowSteps):
         controls: Sequence[Controls],
         first: Tensor | None = None,
         last: Tensor | None = None,
+        variate: ControlVariate | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, or None, as `CompiledSteps.run`."""
         flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
         of_steps = [*zip(weights.unbind(), *(part.unbind() for part in batches), strict=True)]
-        kept = [flat.values, self._inverse, *self._others.values()]
-        before, after = self._operations(kept, of_steps[0], structure, axis)
+        kept = [flat.values, self._inverse, *self._others.values(), *([] if variate is None else variate.tensors)]
+        before, after = self._operations(kept, of_steps[0], structure, axis, variate)
         if last is not None:
             self._check_last(batches, structure, axis, weights, last)
         steady = before(*kept)
         if first is not None:
-            check_alike(after(*steady, *of_steps[0])[1], first)
+            check_alike(after(*steady, *of_steps[0])[1][:2], first)
         buffers = [rows for group in flat.groups for _, rows in group.buffers]
         state_before = [rows.clone() for rows in (flat.values, *buffers)]
         options_before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -63,21 +64,31 @@ class ListedSteps(RowSteps):
             for group, saved_options in zip(groups, options_before, strict=True):
                 group.update(saved_options)
             return None
+        if variate is not None:
+            variate.end(len(found))
         return numbers[[max(0, len(found) - 2), len(found) - 1]]
 
-    def _operations(self, kept: list[Tensor], of_step: Sequence[Tensor], structure: Any, axis: int | None) -> Any:
-        """Return the operations before many steps and those of each, of the gradient and of Ũ/N and log p(θ)."""
-        key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step])
+    def _operations(
+        self,
+        kept: list[Tensor],
+        of_step: Sequence[Tensor],
+        structure: Any,
+        axis: int | None,
+        variate: ControlVariate | None,
+    ) -> Any:
+        """Return the operations before many steps and those of each, of the gradient and of the energies."""
+        corrects = None if variate is None else variate.form
+        key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step]), corrects
         if key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches have more than {MOST_FORMS} shapes")
-            count = len(self._others)
+            count, end = len(self._others), len(kept) - 2
 
             def energies(values: Tensor, inverse: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
                 named = dict(zip(self._others, rest[:count], strict=True))
-                own = pytree.tree_unflatten(list(rest[count + 1 :]), structure)
-                gradient, _, numbers, _ = with_gradient(self._energies, values, named, own, axis, inverse, rest[count])
-                return gradient, numbers
+                there = None if variate is None else variate.of(rest[count:end])
+                own = pytree.tree_unflatten(list(rest[end + 1 :]), structure)
+                return self._with_gradient(values, named, own, axis, inverse, rest[end], there)
 
             tensors = [*kept, *of_step]
             self._known[key] = parted(trace(energies, tensors, self._model), tensors, len(kept), kept[0])

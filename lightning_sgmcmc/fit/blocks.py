@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_compiled
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, ControlVariate, StepPart, can_be_compiled
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
@@ -42,7 +42,7 @@ from lightning_sgmcmc.fit.passes import (
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import Control
+from lightning_sgmcmc.tensors import Control, exact
 
 call = pl.trainer.call
 
@@ -54,8 +54,6 @@ FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
 MOST, MOST_NUMBERS = 512, 2**22
 """Steps of a block, and normal numbers that are drawn for it at once."""
-CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
-"""Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
 
 
 class Segment(NamedTuple):
@@ -94,6 +92,8 @@ class StepBlocks:
         """Steps of epochs that have ended, which are counted and are yet to be made, with those that follow."""
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
+        self._variate: ControlVariate | None = None
+        """What corrects their gradients and energies."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         self._coming = ComingControls(trainer, module, self._acting)
         self._compiles = compiles(module, trainer.estimated_stepping_batches)
@@ -125,14 +125,11 @@ class StepBlocks:
         chains = module.chains
         if not chains.traces:
             return None
-        holders = [holder for subject in CLAIMS if (holder := chains.claims.holder(subject)) is not None]
-        if trainer.lr_scheduler_configs or holders:
-            what = (
-                f"{type(holders[0]).__name__} needs more than the gradient"
-                if holders
-                else "a learning-rate scheduler acts in each: use SamplingSchedule(lr_decay=…) or CyclicalSchedule"
+        if trainer.lr_scheduler_configs:
+            rank_zero_info(
+                "Steps are not made in blocks, since a learning-rate scheduler acts in each: use "
+                "SamplingSchedule(lr_decay=…) or CyclicalSchedule."
             )
-            rank_zero_info(f"Steps are not made in blocks, since {what}.")
             chains.stop_tracing(trainer)
             return None
         sampler = sampler_of(module)
@@ -213,6 +210,8 @@ class StepBlocks:
         self._coming.apply(sampler.step_count + 1)  # parts depend on the coming temperature
         acting = {callback: part for callback in self._acting if (part := callback.step_part()) is not None}
         self._parts = [*acting.values()]
+        variates = [variate for callback in self._acting if (variate := callback.step_variate()) is not None]
+        self._variate = variates[0] if variates else None
         is_scaled = any(part.scales for part in self._parts)
         if not can_be_compiled(sampler, is_scaled):
             if sampler.stand_in is None and not any(map(sampler.sets_options, sampler.param_groups)):
@@ -302,7 +301,7 @@ class StepBlocks:
             self._count_over(sizes, index)
             return False
         segments, self._waiting = [*self._waiting, coming], []
-        energies = self._computed(segments, self._parts) if sizes else None
+        energies = self._computed(segments, self._variate, self._parts) if sizes else None
         if energies is not None:
             self._count_over(sizes[: count - is_seen], index)
             if count > is_seen:
@@ -334,6 +333,7 @@ class StepBlocks:
             and energies is not None
             and not energies.is_looking
             and not self._parts
+            and self._variate is None
             and not self._checks()
             and self._epochs.only_counts
             and self._waits + count < self._most
@@ -343,7 +343,8 @@ class StepBlocks:
     def _goes_on(self, coming: Segment) -> bool:
         """Return whether some steps can be made together with those that wait."""
         before = self._waiting[-1]
-        return coming.form == before.form and not self._parts and coming.taken.is_like(before.taken)
+        is_alone = not self._parts and self._variate is None
+        return is_alone and coming.form == before.form and coming.taken.is_like(before.taken)
 
     def _make_waiting(self) -> None:
         """Make the steps that wait."""
@@ -351,7 +352,7 @@ class StepBlocks:
         if not segments:
             return
         self._coming.apply(self._sampler.step_count)
-        energies = self._computed(segments, [])
+        energies = self._computed(segments, None, [])
         if energies is None:
             self._make_counted(segments)
         else:
@@ -367,7 +368,9 @@ class StepBlocks:
                 self._coming.apply(self._sampler.step_count + 1)
                 self._compute_step(own.taken.batch(place), own.first + place)
 
-    def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
+    def _computed(
+        self, segments: Sequence[Segment], variate: ControlVariate | None, acting: Sequence[StepPart]
+    ) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
         sampler, chains, found = self._sampler, self._module.chains, None
         energies, counted = chains.energies, chains.weights
@@ -401,7 +404,7 @@ class StepBlocks:
             parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
             weights = [self._weights_of(segment) for segment in segments]
             batches = parts, first.taken.structure, first.taken.axis
-            found = self._steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
+            found = self._steps.run(*batches, torch.cat(weights), noise, controls, before, after, variate, *acting)
         except NotTraceableError as error:
             how = "compiled" if self._compiles else "listed"
             self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
@@ -448,14 +451,18 @@ class StepBlocks:
             same = len([*alike])
             chains.weights.add(size, index, same)
             index += same
-        chains.counters.gradient_evaluations += sum(sizes)
+        corrects = self._variate is not None and self._variate.gradient is not None
+        chains.counters.gradient_evaluations += sum(sizes) * (2 if corrects else 1)
         chains.pulse.count += count
 
     def _record(self, energies: Tensor, size: int) -> Tensor:
-        """Record the last of some steps, with a batch of a size, Ũ/N and log p(θ), shape (2, C); return its loss."""
+        """Record the last of some steps, with a batch of a size, Ũ/N, log p(θ) and perhaps the term of a variate, shape
+        (2 or 3, C); return its loss."""
         chains, sampler = self._module.chains, self._sampler
         chains.clear_gradients(sampler)
-        potential, log_prior = energies if chains.stacked is not None else energies[:, 0]
+        if len(energies) > 2:
+            chains.observed.correction = exact(energies[2]) * chains.observed.num_data
+        potential, log_prior = energies[:2] if chains.stacked is not None else energies[:2, 0]
         chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
         if sampler.guard is not None:
             sampler.guard.allows_update()

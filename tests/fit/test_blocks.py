@@ -34,7 +34,6 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     ChainHealth,
     ContourGradient,
-    ControlVariates,
     CyclicalSchedule,
     PosteriorDashboard,
     ReplicaExchange,
@@ -520,17 +519,6 @@ def test_checkpoints_by_time_are_written(form: str, monkeypatch: pytest.MonkeyPa
     run = Run(form, monkeypatch, often, enable_checkpointing=True)
     assert run.hidden == 0
     assert sorted(int(path.stem.split("=")[1]) for path in tmp_path.glob("step=*")) == list(range(1, 85))
-
-
-def test_steps_with_more_gradients_than_one_are_not_in_blocks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "pytorch_lightning"):
-        run = Run("traced", monkeypatch, ControlVariates(), data=DatasetDataModule(DATA, batch_size=20), epochs=4)
-    assert run.hidden == 0
-    assert [m for m in caplog.messages if "blocks" in m] == [
-        "Steps are not made in blocks, since ControlVariates needs more than the gradient."
-    ]
 
 
 class Validated(BayesianModule):
