@@ -97,8 +97,8 @@ class StepBlocks:
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         self._coming = ComingControls(trainer, module, self._acting)
         self._compiles = compiles(module, trainer.estimated_stepping_batches)
-        self._lists = not self._compiles and module.chains.stacked is None
-        """Whether steps are listed; those of several chains gain less from it, and stay the same bit for bit."""
+        self._lists = not self._compiles
+        """Whether steps are listed; those of several chains with control variates alone, since others gain less."""
         self._cause: str | None = None
         """What keeps the coming step from being made with others."""
         self._single = 0.0
@@ -212,6 +212,8 @@ class StepBlocks:
         self._parts = [*acting.values()]
         variates = [variate for callback in self._acting if (variate := callback.step_variate()) is not None]
         self._variate = variates[0] if variates else None
+        if self._lists and chains.stacked is not None and self._variate is None:
+            return 0, False
         is_scaled = any(part.scales for part in self._parts)
         if not can_be_compiled(sampler, is_scaled):
             if sampler.stand_in is None and not any(map(sampler.sets_options, sampler.param_groups)):

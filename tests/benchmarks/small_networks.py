@@ -214,7 +214,7 @@ def lengths(epochs: int, chains: int) -> dict[str, int]:
 
 def with_variates(networks: list[str], chains: list[int], epochs: int, rounds: int) -> None:
     """Print the processor time of a step with control variates, in each form."""
-    forms = {"step": epochs // 2, "traced": epochs, "compiled": 5 * epochs}
+    forms = {"step": epochs // 2, "traced": 5 * epochs, "compiled": 5 * epochs}
     print(f"| network | chains | snapshot every | {' | '.join(forms)} |\n" + "|---" * (3 + len(forms)) + "|")
     for name in networks:
         for number in chains:
