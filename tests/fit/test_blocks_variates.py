@@ -9,8 +9,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor, nn
 
-from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, UnderdampedLangevin
+from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, NonFiniteEnergyError, UnderdampedLangevin
 from lightning_sgmcmc.callbacks import (
     ContourGradient,
     ControlVariates,
@@ -24,7 +25,7 @@ from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.contour import ContourRules
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
-from tests.fit.test_blocks import BOTH, DATA, FORMS, Run, counted, needs_compiler, network, x, y
+from tests.fit.test_blocks import BOTH, DATA, FORMS, Noisy, Run, counted, needs_compiler, network, x, y
 
 
 def data() -> DatasetDataModule:
@@ -84,6 +85,49 @@ def test_a_control_variate_changes_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert (parameters(runs[0]) - parameters(runs[1])).abs().max() > 1e-3
 
 
+class Held(nn.Module):
+    """A network with a buffer and frozen numbers, whose output is another in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.register_buffer("shift", torch.tensor([0.1, 0.2, -0.3]))
+        self.scale = nn.Parameter(torch.full((3,), 1.1), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs * self.scale + self.shift) * (1.0 if self.training else 0.9)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("kind", [Held, Noisy])
+def test_networks(kind: Any, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot is in evaluation mode, and a network that draws numbers falls back to single steps."""
+    lengths = counted(ListedSteps, monkeypatch)
+
+    def make() -> dict[str, Any]:
+        module = BayesianModule(kind(), Gaussian(0.3), lr=1e-3, num_chains=chains, seed=3)
+        return {"callbacks": [ControlVariates(every_n_epochs=2, energy=True)], "module": module}
+
+    with_blocks, without = both("traced", monkeypatch, make, epochs=20)
+    assert (sum(lengths) > 50) == (kind is Held)
+    with_blocks.check_like(without)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_run_that_diverges_stops_at_its_step(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failure(form: str | None) -> NonFiniteEnergyError:
+        torch.manual_seed(0)
+        module = BayesianModule(nn.Linear(3, 1), Gaussian(0.3), sampler=SGLD, lr=0.2, seed=3, num_chains=chains)
+        callbacks = [SamplingSchedule(burn_in_steps=0, every_n_steps=1000), ControlVariates(every_n_epochs=4)]
+        with pytest.raises(NonFiniteEnergyError) as caught:
+            Run(form, monkeypatch, *callbacks, module=module, data=data(), epochs=400)
+        return caught.value
+
+    found, wanted = failure("traced"), failure(None)
+    assert found.step == wanted.step > 100
+    assert str(found) == str(wanted)
+
+
 # -- energies ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +136,7 @@ ENERGIES: dict[str, Callable[[], list[pl.Callback]]] = {
     "alone": lambda: [VarianceReducedEnergy(start_epoch=3), contour()],
     "without the prior": lambda: [VarianceReducedEnergy(), contour(include_prior=False)],
     "interacting": lambda: [VarianceReducedEnergy(), contour(interacting=True)],
+    "of a sample's step": lambda: [VarianceReducedEnergy(), contour(sample_energy="step")],
     "in a warm-up": lambda: [
         SamplingSchedule(burn_in_steps=150, every_n_steps=5),
         VarianceReducedEnergy(),
