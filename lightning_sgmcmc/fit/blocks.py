@@ -50,6 +50,10 @@ LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
 SINGLE = 1_000
 """Steps made one by one after which a sentence says why."""
+EACH_IS_SEEN = (
+    "each is followed by a log, a checkpoint, a validation, a sample or an epoch's end: let these come less often"
+)
+"""Why steps are single where Lightning sees all of them."""
 FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
 MOST, MOST_NUMBERS = 512, 2**22
@@ -166,12 +170,13 @@ class StepBlocks:
             # Which steps are compiled does not depend on time, since their rounding does on it.
             free = self._free_steps(source is not None, late)
             if source is not None and free[0]:
+                self._note_single(EACH_IS_SEEN if free == (1, True) else None)
                 if self._make_block(source, *free):
                     return
                 continue
             self._make_waiting()
-            self._note_single()
             _, is_seen = self._next_seen.within(1, late)
+            self._note_single(self._cause or (EACH_IS_SEEN if is_seen else None))
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
@@ -261,14 +266,12 @@ class StepBlocks:
             return "the likelihood counts other data than rows: return one number for each row"
         return None
 
-    def _note_single(self) -> None:
-        """Report once what keeps steps from being made together, after many that were made one by one."""
-        if self._cause is None:
-            return
-        self._single += 1
+    def _note_single(self, cause: str | None) -> None:
+        """Report once what keeps steps from being made together, after many in a row that it made single."""
+        self._single = min(self._single, 0.0) if cause is None else self._single + 1
         if self._single == SINGLE:
             self._single = -math.inf
-            rank_zero_info(f"Steps are made one by one, since {self._cause}.")
+            rank_zero_info(f"Steps are made one by one, since {cause}.")
 
     def _checks(self, ahead: int = 0) -> bool:
         """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
@@ -287,7 +290,7 @@ class StepBlocks:
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
         Lightning has seen the last. Steps that end an epoch may wait for those of the next one."""
-        chains, self._single = self._module.chains, min(self._single, 0.0)
+        chains = self._module.chains
         assert chains.weights is not None
         controls, possible, form = self._coming.of_steps(count)
         count, is_seen = possible, is_seen and possible == count

@@ -7,6 +7,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.profilers import SimpleProfiler
 from torch import Tensor, nn
 
@@ -160,6 +161,18 @@ SINGLES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     ),
     "a rule": (lambda: {"sampler": OwnRule}, ["OwnRule updates more than rows", "elementwise=True"]),
 }
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("log_every", [1, 2])
+def test_steps_that_are_all_seen(
+    log_every: int, chains: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocks, "SINGLE", 10)
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        found = run(monkeypatch, chains=chains, epochs=20, logger=CSVLogger("."), log_every_n_steps=log_every)
+    assert (found.hidden == 0) == (log_every == 1)
+    assert said(caplog) == [f"{SINGLE}{blocks.EACH_IS_SEEN}."] * (log_every == 1)
 
 
 @pytest.mark.parametrize("case", SINGLES)
