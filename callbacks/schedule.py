@@ -455,7 +455,7 @@ class WarmStart(FirstStage):
             self.run.sampler.set_control("temperature", 0.0)
 
     def acts_in(self, step: int) -> bool:
-        return not self._ended and step > self.run.chains.progress.warm_steps
+        return self._draws_momenta or (not self._ended and step > self.run.chains.progress.warm_steps)
 
     def _controls(self) -> tuple[Sequence[int], float]:
         """Return the chains that go on in the coming step, and the factor of lr."""

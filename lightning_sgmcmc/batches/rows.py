@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, default_collate
 
-from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.loader import ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, CyclicOrder, Permutation, SymmetricOrder
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
 from lightning_sgmcmc.namespace import pl
@@ -66,6 +66,12 @@ class TrainingRows:
     whole: bool = False
     is_observed: bool = True
     loading: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def are_tensors(self) -> bool:
+        """Whether a batch consists of rows of tensors in memory, to which nothing more is done."""
+        plain = type(self.dataset) is TensorDataset or getattr(self.dataset, "plain_tensors", None) is not None
+        return plain and self.collate_fn in (default_collate, as_is) and not self.loading.get("num_workers")
 
     def size_at(self, batch: int) -> int | None:
         """Return the rows of a batch of an epoch in this process, None if unknown."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sampler_of
-from lightning_sgmcmc.chains.compiled_step import StepPart
+from lightning_sgmcmc.chains.compiled_step import ControlVariate, StepPart
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import names_arguments
@@ -123,6 +123,11 @@ class RunCallback(pl.Callback):
 
     def step_part(self) -> StepPart | None:
         """Return what it does in compiled steps, if it acts in all that it does not name by `acts_in`."""
+        return None
+
+    def step_variate(self) -> ControlVariate | None:
+        """Return what corrects gradients or energies in steps that are made at once, in all that it does not name by
+        `acts_in`."""
         return None
 
     def pass_over(self, trainer: pl.Trainer, steps: int) -> None:

@@ -318,7 +318,10 @@ class Chains:
         weigh = partial(self.weights.factor, batch_idx)
         step, gradient = self.energies.traced(batch, self.observed.keeps_each, weigh, checks)
         self.flat.set_gradients(gradient)
-        return self._recorded(step, batch_idx, trainer)
+        loss = self._recorded(step, batch_idx, trainer)
+        if (correct := self.claims.get("snapshot gradients")) is not None:
+            correct()
+        return loss
 
     def stop_tracing(self, trainer: pl.Trainer) -> None:
         """Compute the energies operation by operation from the coming step on."""

@@ -6,7 +6,8 @@ another. The numbers are those of the same formulas, up to rounding.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
-from lightning_sgmcmc.tensors import Control
+from lightning_sgmcmc.tensors import Control, exact
 
 FOLLOWING = ("last_lr",)
 """Entries of a parameter group that a rule sets to a control of the step."""
@@ -70,11 +71,63 @@ class StepPart(Protocol):
         (K, 2, C)."""
 
 
+@dataclass(frozen=True)
+class ControlVariate:
+    """What reduces the mini-batch noise of steps that are made at once: the batch and all data at a snapshot θ_q.
+
+        g ← g + (1/n)·Σ_{i in batch} ∇ℓ_i(θ_q) + ḡ,   Ũ/N ← Ũ/N + (1/n)·Σ_{i in batch} ℓ_i(θ_q) - ℓ̄
+
+    with ℓ_i = log p(y_i|x_i,θ) of datum i.
+
+    Attributes:
+        values: θ_q, shape (C, P).
+        others: the model's other tensors at that time, by name.
+        gradient: ḡ, the mean over all data of -∇ℓ_i(θ_q), shape (C, P); None if gradients stay as they are.
+        mean: ℓ̄, the mean over all data of ℓ_i(θ_q), shape (C,), float64; None if energies stay as they are.
+        end: is called with the number of steps that were made.
+    """
+
+    values: Tensor
+    others: Mapping[str, Tensor]
+    gradient: Tensor | None
+    mean: Tensor | None
+    end: Callable[[int], None]
+
+    @property
+    def form(self) -> Any:
+        """What it consists of."""
+        return *self.others, self.gradient is None, self.mean is None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, from which `of` makes it again."""
+        last = [tensor for tensor in (self.gradient, self.mean) if tensor is not None]
+        return [self.values, *self.others.values(), *last]
+
+    def of(self, tensors: Sequence[Tensor]) -> "ControlVariate":
+        """Return it with other tensors in the place of its own."""
+        values, *rest = tensors
+        left = iter(rest)
+        others = {name: next(left) for name in self.others}
+        gradient = None if self.gradient is None else next(left)
+        mean = None if self.mean is None else next(left)
+        return replace(self, values=values, others=others, gradient=gradient, mean=mean)
+
+
+def corrected(energies: Tensor) -> Tensor:
+    """Return Ũ/N with its control variate, if it has one, and log p(θ), shape (…, 2, C), from energies of steps."""
+    if energies.shape[-2] == 2:
+        return energies
+    potential, log_prior, term = exact(energies).unbind(-2)
+    return torch.stack([potential + term, log_prior], -2)
+
+
 class RowSteps:
     """What steps of a sampler that are made at once are functions of, and the check of their energies.
 
     Args:
         energies: returns the loss and further tensors, as `RowEnergies` computes them.
+        likelihood: returns the data's part of the loss and of -Ũ/N, as `RowEnergies` does.
         model: the model that it computes.
         others: its other tensors, by name.
         flat: the sampled parameters, with their state as rows.
@@ -84,6 +137,7 @@ class RowSteps:
     def __init__(
         self,
         energies: Any,
+        likelihood: Any,
         model: Any,
         others: Mapping[str, Tensor],
         flat: FlatParameters,
@@ -91,6 +145,7 @@ class RowSteps:
         inverse: Tensor,
     ) -> None:
         self._energies = energies
+        self._likelihood = likelihood
         self._model = model
         self._others = others
         self._flat = flat
@@ -98,6 +153,31 @@ class RowSteps:
         self._inverse = inverse
         self._known: dict[Any, Any] = {}
         """Functions by what they are made for."""
+
+    def _with_gradient(
+        self,
+        values: Tensor,
+        others: Mapping[str, Tensor],
+        batch: Any,
+        axis: int | None,
+        inverse: Tensor,
+        weights: Tensor,
+        variate: ControlVariate | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of a step, shape (C, P), and Ũ/N, log p(θ) and, if a variate corrects energies, its term
+        in Ũ/N, shape (2 or 3, C)."""
+        gradient, _, energies, _ = with_gradient(self._energies, values, others, batch, axis, inverse, weights)
+        if variate is None:
+            return gradient, energies
+        there = {name: variate.others.get(name, tensor) for name, tensor in others.items()}
+        if variate.gradient is None:
+            _, found = self._likelihood(variate.values, there, batch, axis, weights)
+        else:
+            at_snapshot, _, found = with_gradient(self._likelihood, variate.values, there, batch, axis, weights)
+            gradient = gradient - at_snapshot + variate.gradient  # first, to cancel exactly
+        if variate.mean is not None:
+            energies = torch.cat([energies, (found - variate.mean)[None].to(energies.dtype)])
+        return gradient, energies
 
     @torch.no_grad()
     def _check_last(
@@ -131,9 +211,11 @@ class CompiledSteps(RowSteps):
         controls: Sequence[Controls],
         first: Tensor | None = None,
         last: Tensor | None = None,
+        variate: ControlVariate | None = None,
         part: StepPart | None = None,
     ) -> Tensor | None:
-        """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C).
+        """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), or (2, 3, C) with
+        the term of a variate of energies.
 
         If one of these is not finite in some step, or the last state, no step is made, and it returns None.
 
@@ -146,6 +228,7 @@ class CompiledSteps(RowSteps):
             controls: those of each group.
             first: the first step's energies, computed in another way.
             last: those of the last step's batch in the present state.
+            variate: what corrects each step's gradient and energies.
             part: what else is done in a step.
 
         Raises:
@@ -162,11 +245,12 @@ class CompiledSteps(RowSteps):
         names = tuple([(place, name) for place, name, _ in buffers])
         settings = None if part is None else (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
-        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, settings
+        corrects = None if variate is None else variate.form
+        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, settings, corrects
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read = ([], []) if part is None else (part.state, part.fixed)
-        fixed = _apart([*self._others.values(), *read])
+        fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
         own_number = [] if part is None else [part.numbers(count)]
         of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own_number]
@@ -181,14 +265,15 @@ class CompiledSteps(RowSteps):
         torch._foreach_copy_([kept[:count] for kept in room.views], of_steps)
         if is_new:
             counts = [len(state), len(fixed), int(noise is not None), len(batches)]
-            function = self._compiled(names, structure, axis, counts, state, fixed, room, part)
+            function = self._compiled(names, structure, axis, counts, state, fixed, room, variate, part)
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
-        _, *state_after, seen = function(*self._carried(state, keeps_each), *fixed, *room.tensors, torch.tensor(count))
+        carried = self._carried(state, variate, keeps_each)
+        _, *state_after, seen = function(*carried, *fixed, *room.tensors, torch.tensor(count))
         begun, energies = (seen[0], seen[:count]) if keeps_each else (seen[0], seen[2:])
         if first is not None:
-            check_alike(begun, first)
+            check_alike(begun[:2], first)
         are_finite = seen[:count].isfinite().all() if keeps_each else seen[1].sum() == 0
         if not bool(are_finite & state_after[0].isfinite().all()):
             return None
@@ -198,14 +283,17 @@ class CompiledSteps(RowSteps):
             group.update({name: lr[-1] for name in FOLLOWING if name in group})
             group.update({name: group[name] + count for name in own_counts})
         if part is not None:
-            part.end(count, energies)
+            part.end(count, corrected(energies))
+        if variate is not None:
+            variate.end(count)
         of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
         return of_last
 
-    def _carried(self, state: list[Tensor], keeps_each: bool) -> list[Tensor]:
+    def _carried(self, state: list[Tensor], variate: ControlVariate | None, keeps_each: bool) -> list[Tensor]:
         """Return what the steps begin with: their number, the state, and the energies of all, or the first, how often
         each was not finite, and the last two."""
-        nothing = self._flat.values.new_zeros(self._most if keeps_each else 4, 2, len(self._flat.values))
+        rows = 2 if variate is None or variate.mean is None else 3
+        nothing = self._flat.values.new_zeros(self._most if keeps_each else 4, rows, len(self._flat.values))
         return [torch.tensor(0), *state, nothing]
 
     def _columns(
@@ -236,6 +324,7 @@ class CompiledSteps(RowSteps):
         state: list[Tensor],
         fixed: list[Tensor],
         room: "_Room",
+        variate: ControlVariate | None,
         part: StepPart | None,
     ) -> Any:
         """Return the steps as a compiled loop, a function of what `_carried` returns, what is fixed, what each step
@@ -244,6 +333,7 @@ class CompiledSteps(RowSteps):
         Args:
             counts: numbers of tensors of the state, of what is fixed, of the noise, and of a batch.
         """
+        held = [] if variate is None else variate.tensors
 
         def step(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
@@ -255,14 +345,15 @@ class CompiledSteps(RowSteps):
             drawn, parts = ([next(of_step) for _ in range(count)] for count in counts[2:])
             weights, inverse, num_data, *columns = of_step
             own = pytree.tree_unflatten(parts, structure)
-            named = dict(zip(self._others, others))  # noqa: B905  # a part's tensors come after
-            gradient, _, numbers, _ = with_gradient(self._energies, state[0], named, own, axis, inverse, weights)
+            named = dict(zip(self._others, others))  # noqa: B905  # those of a part and a variate come after
+            read = others[len(named) : len(others) - len(held)]
+            corrects = None if variate is None else variate.of(others[len(others) - len(held) :])
+            gradient, numbers = self._with_gradient(state[0], named, own, axis, inverse, weights, corrects)
             values, *rows = (tensor.clone() for tensor in state[: 1 + len(names)])
             multiplier, learned = None, state[1 + len(names) :]
             if part is not None:
                 *columns, number = columns
-                read = others[len(self._others) :]
-                multiplier, found = part.multiplier(learned, read, numbers, columns[1], num_data)
+                multiplier, found = part.multiplier(learned, read, corrected(numbers), columns[1], num_data)
                 learned = part.learn(learned, found, number)
             self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data, multiplier)
             if part is not None and part.keeps_each:
@@ -272,7 +363,7 @@ class CompiledSteps(RowSteps):
                 seen = torch.stack([torch.where(index == 0, numbers, seen[0]), wrong, seen[3], numbers])
             return index + 1, values, *rows, *learned, seen
 
-        carried = self._carried(state, part is not None and part.keeps_each)
+        carried = self._carried(state, variate, part is not None and part.keeps_each)
         tensors = [*carried, *fixed, *room.tensors]
         return _compiled_loop(trace(step, tensors, self._model), tensors, len(carried))
 

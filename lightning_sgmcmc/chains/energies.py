@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.execution import (
     StatelessCall,
     convolutions_of,
+    evaluation_mode,
     has_norms,
     homes_of,
     norms_for,
@@ -33,6 +34,7 @@ from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import held_rows, is_prior_state, prior_state, sampled_columns, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
+from lightning_sgmcmc.tensors import exact
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
 
@@ -373,7 +375,7 @@ class RowEnergies:
         return ListedSteps(*self._of_steps(sampler))
 
     def _of_steps(self, sampler: Sampler) -> tuple[Any, ...]:
-        return self._energies, self._model, self._others, self._flat, sampler, self._inverse
+        return self._energies, self._of_data, self._model, self._others, self._flat, sampler, self._inverse
 
     def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
         """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.
@@ -431,17 +433,7 @@ class RowEnergies:
         factor: Tensor | float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         named = dict(zip(self._names, self._flat.split(leaf), strict=True))
-        # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
-        if self._chains is None:
-            each = self._densities.log_likelihood({**named, **others}, batch)[None]
-        elif self._unrolled:
-            chains = range(self._chains.num_chains)
-            own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
-            columns: dict[str, Any] = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
-            states = [{name: column[c] for name, column in columns.items()} for c in chains]
-            each = torch.stack([self._densities.log_likelihood(states[c], own[c]) for c in chains])
-        else:
-            each = self._densities.log_likelihoods({**named, **others}, batch, batch_axis)
+        each = self._log_likelihoods(named, others, batch, batch_axis)
         check_shape(each, chains=True)
         log_prior, mean = self._log_prior(leaf, named, others), weighed(each, factor)
         if isinstance(inverse, Tensor):
@@ -449,6 +441,30 @@ class RowEnergies:
         else:
             potential = torch.add(mean, log_prior, alpha=inverse).neg()
         return potential.sum(), torch.stack([potential.detach(), log_prior.detach()]), each.detach()
+
+    def _log_likelihoods(
+        self, named: dict[str, Tensor], others: Mapping[str, Tensor], batch: Any, batch_axis: int | None
+    ) -> Tensor:
+        """Return log p(y|x,θ) of each datum, shape (C, n)."""
+        # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
+        if self._chains is None:
+            return self._densities.log_likelihood({**named, **others}, batch)[None]
+        if not self._unrolled:
+            return self._densities.log_likelihoods({**named, **others}, batch, batch_axis)
+        chains = range(self._chains.num_chains)
+        own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
+        columns: dict[str, Any] = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
+        states = [{name: column[c] for name, column in columns.items()} for c in chains]
+        return torch.stack([self._densities.log_likelihood(states[c], own[c]) for c in chains])
+
+    def _of_data(
+        self, leaf: Tensor, others: Mapping[str, Tensor], batch: Any, batch_axis: int | None, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the data's part of the loss in evaluation mode, shape (), and of -Ũ/N, shape (C,), float64."""
+        with evaluation_mode(self._model):
+            named = dict(zip(self._names, self._flat.split(leaf), strict=True))
+            each = self._log_likelihoods(named, others, batch, batch_axis)
+        return -weighed(each, weights).sum(), weighed(exact(each.detach()), weights)
 
     def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
         everything = {**named, **others}

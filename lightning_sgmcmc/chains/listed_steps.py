@@ -13,16 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.compiled_step import Controls, RowSteps
-from lightning_sgmcmc.chains.traced import (
-    MOST_FORMS,
-    NotTraceableError,
-    Parts,
-    check_alike,
-    parted,
-    trace,
-    with_gradient,
-)
+from lightning_sgmcmc.chains.compiled_step import Controls, ControlVariate, RowSteps
+from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, Parts, check_alike, parted, trace
 from lightning_sgmcmc.samplers.sampler import CONTROLS
 
 
@@ -40,19 +32,20 @@ class ListedSteps(RowSteps):
         controls: Sequence[Controls],
         first: Tensor | None = None,
         last: Tensor | None = None,
+        variate: ControlVariate | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), the only ones that
         are computed. If one of these is not finite, or a number of the last state, no step is made, and it returns
         None; a gradient that is not finite leaves such a state."""
         flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
         of_steps = [*zip(weights.unbind(), *(part.unbind() for part in batches), strict=True)]
-        kept = [flat.values, self._inverse, *self._others.values()]
-        parts = self._operations(kept, of_steps[0], structure, axis)
+        kept = [flat.values, self._inverse, *self._others.values(), *([] if variate is None else variate.tensors)]
+        parts = self._operations(kept, of_steps[0], structure, axis, variate)
         if last is not None:
             self._check_last(batches, structure, axis, weights, last)
         steady, seen = parts.before(*kept), max(0, len(of_steps) - 2)
         if first is not None:
-            check_alike(parts.after(*steady, *of_steps[0])[1], first)
+            check_alike(parts.after(*steady, *of_steps[0])[1][:2], first)
         restore, stand_in, count_before = self._restoring(), sampler.stand_in, sampler.step_count
         found = []
         for step, given in enumerate(of_steps):
@@ -78,6 +71,8 @@ class ListedSteps(RowSteps):
         numbers = torch.stack(found)
         is_finite = bool(numbers.isfinite().all() & flat.values.isfinite().all())
         restore(CONTROLS[:2] if is_finite else None)  # a callback may have changed the controls of these steps
+        if variate is not None and is_finite:
+            variate.end(len(of_steps))
         return numbers[[0, -1]] if is_finite else None
 
     def _restoring(self) -> Callable[[Sequence[str] | None], None]:
@@ -103,19 +98,27 @@ class ListedSteps(RowSteps):
 
         return restore
 
-    def _operations(self, kept: list[Tensor], of_step: Sequence[Tensor], structure: Any, axis: int | None) -> Parts:
-        """Return the operations before many steps and those of each, of the gradient and of Ũ/N and log p(θ)."""
-        key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step])
+    def _operations(
+        self,
+        kept: list[Tensor],
+        of_step: Sequence[Tensor],
+        structure: Any,
+        axis: int | None,
+        variate: ControlVariate | None,
+    ) -> Parts:
+        """Return the operations before many steps and those of each, of the gradient and of the energies."""
+        corrects = None if variate is None else variate.form
+        key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step]), corrects
         if key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches have more than {MOST_FORMS} shapes")
-            count = len(self._others)
+            count, end = len(self._others), len(kept) - 2
 
             def energies(values: Tensor, inverse: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
                 named = dict(zip(self._others, rest[:count], strict=True))
-                own = pytree.tree_unflatten(list(rest[count + 1 :]), structure)
-                gradient, _, numbers, _ = with_gradient(self._energies, values, named, own, axis, inverse, rest[count])
-                return gradient, numbers
+                there = None if variate is None else variate.of(rest[count:end])
+                own = pytree.tree_unflatten(list(rest[end + 1 :]), structure)
+                return self._with_gradient(values, named, own, axis, inverse, rest[end], there)
 
             tensors = [*kept, *of_step]
             self._known[key] = parted(trace(energies, tensors, self._model), tensors, len(kept), kept[0])

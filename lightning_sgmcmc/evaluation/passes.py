@@ -89,13 +89,18 @@ def _sums(parts: Iterable[list[Tensor]]) -> Tensor:
     return total + of_kept() if kept else total
 
 
+ROWS_OF_PASS = 512
+"""Rows of a batch of a small network, by which the time of a batch is that of its arithmetic."""
+
+
 def pass_over_data(
     trainer: pl.Trainer, chains: Chains, sampler: Sampler, reason: str, purpose: str, shuffled: bool = False
 ) -> Iterator[Any]:
     """Yield the batches of a pass of the chains over all training data, with their augmentation, on the model's device.
 
     The ranks that share a chain share the data. Augmentation, and the order if the data are shuffled as in training,
-    depend only on (seed, purpose, chain, steps made), wherever the chain runs.
+    depend only on (seed, purpose, chain, steps made), wherever the chain runs. Where steps are made in blocks, batches
+    that are not shuffled are larger than in training.
     """
     layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, rows in enumerate(_all_rows(trainer, reason)):
@@ -105,7 +110,9 @@ def pass_over_data(
             order = None
             if shuffled:
                 order = Permutation(count, derive_seed(sampler.seed, f"{purpose} order", chain, step, place))
-            part = rows.loader(places, order=order, passes=len(layout.chains))
+            larger = chains.traces and not shuffled and rows.are_tensors
+            size = max(ROWS_OF_PASS, rows.batch_size or 0) if larger else None
+            part = rows.loader(places, batch_size=size, order=order, passes=len(layout.chains))
             names = (purpose, layout.stream(chain), step, place)
             iterators.append(seeded_batches(trainer, model, part, sampler.seed, names, reseed))
         for batches in zip(*iterators, strict=True):

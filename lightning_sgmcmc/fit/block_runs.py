@@ -1,16 +1,19 @@
 """Which runs have blocks of steps (`blocks`), and which of these compile them."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.trainer import callbacks_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, instances_of
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, SEEN, definer, is_known
-from lightning_sgmcmc.namespace import pl
+from lightning_sgmcmc.namespace import pl, rank_zero_info
+from lightning_sgmcmc.samplers.rows import FlatParameters
 
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 Timer = pl.callbacks.Timer
 _TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
 Precision = pl.plugins.precision.Precision
@@ -48,6 +51,12 @@ OF_THE_MODULE = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
 )
+REMEDIES = {
+    **dict.fromkeys(OF_A_STEP, "which is called at every step: use a hook of epochs, or on_posterior_sample"),
+    **dict.fromkeys(OF_A_BATCH, "which is called at every step: prepare the data before"),
+}
+"""What to do about a method that is called at every step, by its name."""
+OTHERWISE = "which is called at every step: override log_likelihood or log_prior instead"
 CHANGING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.RNNBase)
 """Layers that draw numbers or change their buffers in training, or that `torch.vmap` cannot run."""
 COMPUTING = {"forward", "log_likelihood", "log_prior", "inputs_and_target", "output_of", "output_and_target"}
@@ -57,36 +66,75 @@ CHANGES = {"trainer", "_trainer", "current_epoch", "global_step", "random"}
 
 
 def has_blocks(trainer: Any, module: ChainModel) -> bool:
-    """Return whether blocks pay in a run, and no part of it acts at every step beside module, sampler and this
-    library's callbacks."""
-    plain = (
-        type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
-        and type(trainer.strategy) is SingleDeviceStrategy
-        and type(trainer.precision_plugin) is Precision
-        and isinstance(trainer.profiler, PassThroughProfiler)
-        and trainer.accumulate_grad_batches == 1
-        and not trainer._detect_anomaly
-        and getattr(trainer, "_val_check_time_interval", None) is None
-        and math.isfinite(trainer.num_training_batches)
-        and module.automatic_optimization
-        and trainer.strategy.root_device.type == "cpu"
-    )
-    if not plain or not _is_small(trainer, module) or any(module.replaces(name) for name in OF_THE_MODULE):
+    """Return whether a run makes its steps in blocks; if something prevents it where it would save time, report it."""
+    if not _saves_time(trainer, module):
         return False
-    data = getattr(trainer, "datamodule", None)
-    moves = [definer(data, name) for name in OF_A_BATCH if hasattr(data, name)]  # this library's only moves batches
-    if not all(kind.__module__.startswith((LIGHTNING, OWN)) for kind in moves):
-        return False
-    return all(map(_allows_blocks, callbacks_of(trainer)))
+    cause = next(_causes_of_no_blocks(trainer, module), None)
+    if cause is not None:
+        rank_zero_info(f"Steps are not made in blocks, since {cause}.")
+    return cause is None
 
 
-def _is_small(trainer: Any, module: ChainModel) -> bool:
-    """Return whether blocks save time; it depends on sizes alone, not on times that are measured, so a run repeats."""
+def _saves_time(trainer: Any, module: ChainModel) -> bool:
+    """Return whether blocks save time and are wanted; it depends on sizes alone, not on measured times, so a run
+    repeats."""
     chains = module.chains
-    chosen = chains.compiled != True and chains.chosen_execution in ("auto", "vmap") and not module._compiled_net  # noqa: E712
-    steps = trainer.estimated_stepping_batches
-    pays = steps * chains.num_chains >= FEWEST
-    return chosen and pays and numbers_of(module) <= LARGEST and all(map(_is_traceable, module.modules()))
+    is_small = trainer.strategy.root_device.type == "cpu" and numbers_of(module) <= LARGEST
+    if not is_small or chains.chosen_execution not in ("auto", "vmap"):
+        return False
+    return bool(trainer.estimated_stepping_batches * chains.num_chains >= FEWEST)
+
+
+def _causes_of_no_blocks(trainer: Any, module: ChainModel) -> Iterator[str]:
+    """Return, one by one, what a run has that needs each step of Lightning's loop, and what to do about it."""
+    name, accumulated = type(module).__name__, trainer.accumulate_grad_batches
+    chooses = module.chains.claims.holder("choose gradient")
+    if chooses is not None:
+        yield f"{type(chooses).__name__} chooses each gradient among those of several batches: remove it to have blocks"
+    elif accumulated != 1:
+        yield f"accumulate_grad_batches={accumulated}: pass 1, and batches that are {accumulated} times as large"
+    for scheduler in instances_of(trainer, GradientAccumulationScheduler):
+        if scheduler.going_to_accumulate_grad_batches():
+            yield "a GradientAccumulationScheduler accumulates batches: remove it, and use larger batches"
+    for callback in callbacks_of(trainer):
+        if (hook := _hook_of_each_step(callback)) is not None:
+            yield f"{type(callback).__name__} has its own {hook}, {REMEDIES.get(hook, OTHERWISE)}"
+    for method in OF_THE_MODULE:
+        if module.replaces(method):
+            yield f"{name} has its own {method}, {REMEDIES.get(method, OTHERWISE)}"
+    data = getattr(trainer, "datamodule", None)
+    for method in OF_A_BATCH:  # this library's datamodules only move batches
+        if hasattr(data, method) and not definer(data, method).__module__.startswith((LIGHTNING, OWN)):
+            yield f"{type(data).__name__} has its own {method}, {REMEDIES[method]}"
+    for path, part in module.named_modules():
+        if (what := _what_is_more(part)) is not None:
+            yield f"'{path}' ({type(part).__name__}) {what}" if path else f"{name} {what}"
+    if not FlatParameters.suits([*module.chains.trainable.values()], module.num_chains):
+        yield "some parameters share memory, or are empty: give each its own"
+    if module.chains.compiled == True or module._compiled_net:  # noqa: E712
+        yield "the network is compiled by itself: leave compile at 'auto', and pass the plain network"
+    yield from _causes_in_trainer(trainer, module)
+
+
+def _causes_in_trainer(trainer: Any, module: ChainModel) -> Iterator[str]:
+    """Return, one by one, which of a trainer's parts need each step of Lightning's loop, and what to do about it."""
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        strategy = type(trainer.strategy).__name__
+        yield f"the strategy is {strategy}: pass devices=1, with which one process makes all chains' steps"
+    if type(trainer.precision_plugin) is not Precision:
+        yield f"precision={trainer.precision!r}: leave it at '32-true'"
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        yield f"{type(trainer.profiler).__name__} measures each step: leave it out of long runs"
+    if trainer._detect_anomaly:
+        yield "detect_anomaly=True looks at each step: leave it out of long runs"
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        yield "val_check_interval is a time: pass a number of steps"
+    if not math.isfinite(trainer.num_training_batches):
+        yield "the loader has no length: pass one with a length, or limit_train_batches"
+    if not module.automatic_optimization:
+        yield "automatic_optimization=False: leave it at True"
+    if type(trainer.fit_loop.epoch_loop) is not _TrainingEpochLoop:
+        yield "the trainer has a loop of its own: leave Lightning's in its place"
 
 
 def numbers_of(module: ChainModel) -> int:
@@ -94,21 +142,26 @@ def numbers_of(module: ChainModel) -> int:
     return sum(tensor.numel() for tensor in module.chains.trainable.values())
 
 
-def _is_traceable(part: nn.Module) -> bool:
-    """Return whether a part of a network only computes, as far as its class, its code and its hooks show."""
-    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    if (isinstance(part, CHANGING) and getattr(part, "p", 1) != 0) or any(hooks):  # dropout of nothing is no change
-        return False
+def _what_is_more(part: nn.Module) -> str | None:
+    """Return what a part of a network does beside computing, as far as its class, its code and its hooks show."""
+    if any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)):
+        return "has a hook: remove it for long runs"
+    if isinstance(part, nn.RNNBase):
+        return "is a recurrent layer, which blocks cannot compute"
+    if isinstance(part, CHANGING) and getattr(part, "p", 1) != 0:  # dropout of nothing is no change
+        return "draws numbers or changes its statistics in training: use another layer to have blocks"
     own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", LIGHTNING, OWN))]
     methods = COMPUTING if isinstance(part, pl.LightningModule) else {name for kind in own for name in vars(kind)}
     codes = [getattr(vars(kind).get(name), "__code__", None) for kind in own for name in methods]
-    return not any(CHANGES & set(code.co_names) for code in codes if code is not None)
+    read = sorted({name for code in codes if code is not None for name in CHANGES & set(code.co_names)})
+    return f"reads {read[0]!r} where it computes, which differs between steps: make it a tensor" if read else None
 
 
-def _allows_blocks(callback: pl.Callback) -> bool:
-    """Return whether a callback's part in a step is called in a block, or lies in the steps that Lightning sees."""
-    kinds = SEEN if type(callback).__module__.startswith(LIGHTNING) else ()
-    return isinstance(callback, kinds) or all(_is_known_in_steps(callback, name) for name in OF_A_STEP)
+def _hook_of_each_step(callback: pl.Callback) -> str | None:
+    """Return the name of a callback's hook that is not known in blocks, nor lies in the steps that Lightning sees."""
+    if type(callback).__module__.startswith(LIGHTNING) and isinstance(callback, SEEN):
+        return None
+    return next((name for name in OF_A_STEP if not _is_known_in_steps(callback, name)), None)
 
 
 def _is_known_in_steps(callback: pl.Callback, name: str) -> bool:

@@ -20,17 +20,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import CompiledSteps, Controls, StepPart, can_be_made_at_once
+from lightning_sgmcmc.chains.compiled_step import (
+    CompiledSteps,
+    Controls,
+    ControlVariate,
+    StepPart,
+    can_be_made_at_once,
+)
 from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
-from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
+from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
-from lightning_sgmcmc.fit.block_runs import AGAIN, COMPILATION, OF_A_STEP, SAVED, compiles, numbers_of
+from lightning_sgmcmc.fit.block_runs import AGAIN, COMPILATION, OF_A_STEP, SAVED, WORTH_COMPILING, compiles, numbers_of
 from lightning_sgmcmc.fit.checks import take_num_data
+from lightning_sgmcmc.fit.coming import ComingControls, NextSeen
 from lightning_sgmcmc.fit.passes import (
     HiddenEpochs,
     RowsOfPass,
@@ -38,26 +45,26 @@ from lightning_sgmcmc.fit.passes import (
     defines,
     hooks_of,
     rows_of_pass,
-    validates,
 )
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import Control
+from lightning_sgmcmc.tensors import Control, exact
 
-ModelCheckpoint = pl.callbacks.ModelCheckpoint
-ProgressBar = pl.callbacks.ProgressBar
-Timer = pl.callbacks.Timer
 call = pl.trainer.call
 
 LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
+SINGLE = 1_000
+"""Steps made one by one after which a sentence says why."""
+EACH_IS_SEEN = (
+    "each is followed by a log, a checkpoint, a validation, a sample or an epoch's end: let these come less often"
+)
+"""Why steps are single where Lightning sees all of them."""
 FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
 MOST, MOST_NUMBERS = 512, 2**22
 """Steps of a block, and normal numbers that are drawn for it at once."""
-CLAIMS = ("snapshot gradients", "energy correction", "choose gradient")
-"""Subjects whose claimants need the graph of a step's energies, or more gradients than one."""
 
 
 class Segment(NamedTuple):
@@ -85,15 +92,7 @@ class StepBlocks:
         self._trainer: Any = trainer
         self._module, self._sampler = module, sampler_of(module)
         self._scales = scales
-        self._schedule: PlannedSchedule | None = next(
-            (plan for callback in declared(trainer) if (plan := callback.as_schedule()) is not None), None
-        )
         self._hooks = {name: hooks_of(trainer, name) for name in OF_A_STEP}
-        keepers = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint)]
-        self._keepers = [keeper._every_n_train_steps for keeper in keepers]
-        self._clocks = [(k, k._train_time_interval.total_seconds()) for k in keepers if k._train_time_interval]
-        """Checkpoints by time, and their seconds."""
-        self._rates = [getattr(c, "refresh_rate", 1) for c in callbacks_of(trainer) if isinstance(c, ProgressBar)]
         self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._update = _step_of(self._sampler)
         self._epoch, self._first_epoch = -1, -1
@@ -104,11 +103,19 @@ class StepBlocks:
         """Steps of epochs that have ended, which are counted and are yet to be made, with those that follow."""
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
+        self._variate: ControlVariate | None = None
+        """What corrects their gradients and energies."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
+        self._coming = ComingControls(trainer, module, self._acting)
         self._compiles = compiles(module, trainer.estimated_stepping_batches)
         self._lists = True
         """Whether steps may be listed where they are not compiled."""
+        self._cause: str | None = None
+        """What keeps the coming step from being made with others."""
+        self._single = 0.0
+        """Steps in a row that such a cause made single; -∞ once it is reported."""
         self._epochs = HiddenEpochs(trainer, module)
+        self._next_seen = NextSeen(trainer, self._coming, self._epochs)
         self._compiled: CompiledSteps | None = None
         self._listed: ListedSteps | None = None
         """What makes the steps, from the first on that are made at once; those of a stand-in are listed."""
@@ -130,12 +137,11 @@ class StepBlocks:
         chains = module.chains
         if not chains.traces:
             return None
-        holders = [holder for subject in CLAIMS if (holder := chains.claims.holder(subject)) is not None]
-        if trainer.lr_scheduler_configs or holders:
-            what = (
-                f"{type(holders[0]).__name__} needs more than the gradient" if holders else "a scheduler acts in each"
+        if trainer.lr_scheduler_configs:
+            rank_zero_info(
+                "Steps are not made in blocks, since a learning-rate scheduler acts in each: use "
+                "SamplingSchedule(lr_decay=…) or CyclicalSchedule."
             )
-            rank_zero_info(f"Steps are not made in blocks, since {what}.")
             chains.stop_tracing(trainer)
             return None
         sampler = sampler_of(module)
@@ -147,6 +153,11 @@ class StepBlocks:
     def is_ready(self) -> bool:
         """Whether steps are made as the rest of the run's will be."""
         return not self._compiles or self._compiled is not None
+
+    @property
+    def _compiles_now(self) -> bool:
+        """Whether the coming steps are compiled, if they are made at once."""
+        return self._compiles and self._sampler.stand_in is None
 
     def end(self) -> None:
         """Give Lightning's loop its own method back."""
@@ -163,19 +174,22 @@ class StepBlocks:
         loop.val_loop.restarting = False
         source = rows_of_pass(fetcher)
         begun = time.monotonic()
-        self._has_validation = validates(self._trainer)
+        self._next_seen.begin()
         while True:
             if loop.batch_idx + 1 >= self._trainer.num_training_batches:
                 self._turn(fetcher)
                 source = rows_of_pass(fetcher)
             late = time.monotonic() - begun > LONGEST
             # Which steps are compiled does not depend on time, since their rounding does on it.
-            if source is not None and (free := self._free_steps(late))[0]:
+            free = self._free_steps(source is not None, late)
+            if source is not None and free[0]:
+                self._note_single(EACH_IS_SEEN if free == (1, True) else None)
                 if self._make_block(source, *free):
                     return
                 continue
             self._make_waiting()
-            _, is_seen = self._until_seen(late, 1)
+            _, is_seen = self._next_seen.within(1, late)
+            self._note_single(self._cause or (EACH_IS_SEEN if is_seen else None))
             batch, _, _ = next(fetcher)
             index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
@@ -197,82 +211,78 @@ class StepBlocks:
             self._make_waiting()
             take_num_data(self._module, grown)
 
-    def _until_seen(self, late: bool, most: int) -> tuple[int, bool]:
-        """Return how many of the coming steps, of so many, come up to the next that Lightning sees or that ends an
-        epoch, and whether Lightning sees that."""
-        trainer, loop = self._trainer, self._loop
-        step, stepped, batch = trainer.global_step, loop._batches_that_stepped, loop.batch_idx + 1
-        now = time.monotonic() if self._clocks else 0.0
-        is_time = any(now - (keeper._last_time_checked or 0.0) >= interval for keeper, interval in self._clocks)
-        if trainer.should_stop or trainer.received_sigterm or is_time:
-            return 1, True
-        due = [every - step % every for every in self._keepers if every >= 1]
-        if trainer.max_steps >= 0:
-            due.append(max(1, trainer.max_steps - step))
-        if trainer.loggers:
-            interval = log_interval(trainer)
-            due.append(interval - stepped % interval)
-        every = trainer.val_check_batch
-        may_validate = self._has_validation and loop._should_check_val_epoch()
-        if may_validate and every is not None and not math.isinf(every):
-            due.append(
-                int(every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every)
-            )
-        end = trainer.num_training_batches - batch
-        if late:
-            due.append(next((ahead for ahead in range(1, end) if self._shows(batch + ahead)), end))
-        own = self._sampler.step_count - self._module.chains.progress.warm_steps
-        count = min(most, end, *due)
-        if self._schedule is not None:
-            draws = self._schedule.draws
-            count = next((ahead for ahead in range(max(1, 1 - own), count + 1) if draws(own + ahead)), count)
-            due.append(count if own + count > 0 and draws(own + count) else most + 1)
-        is_seen = count in due or (count == end and not self._epochs.hides(self._has_validation))
-        return count, is_seen
-
-    def _shows(self, coming: int) -> bool:
-        """Return whether progress bars show the coming step."""
-        return all(rate < 1 or coming % rate == 0 for rate in self._rates)
-
-    @property
-    def _compiles_now(self) -> bool:
-        """Whether the coming steps are compiled, if they are made at once."""
-        return self._compiles and self._sampler.stand_in is None
-
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
-    def _free_steps(self, late: bool) -> tuple[int, bool]:
+    def _free_steps(self, are_rows: bool, late: bool) -> tuple[int, bool]:
         """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them.
 
         The first steps of a run are not among them, in which its batches are looked at.
+
+        Args:
+            are_rows: whether batches are rows of tensors in memory.
         """
         chains, sampler = self._module.chains, self._sampler
-        energies = chains.energies
-        ready = (
-            chains.traces and (self._compiles_now or self._lists) and not self._clip[0] and sampler.step_count >= LAST
-        )
-        if not ready or energies is None:
+        at_once, self._cause = self._compiles_now or self._lists, None
+        if not (chains.traces and at_once and sampler.step_count >= LAST) or chains.energies is None:
             return 0, False
-        self._apply(sampler.step_count + 1)  # parts depend on the coming temperature
-        self._parts = [part for callback in self._acting if (part := callback.step_part()) is not None]
+        self._coming.apply(sampler.step_count + 1)  # parts depend on the coming temperature
+        acting = {callback: part for callback in self._acting if (part := callback.step_part()) is not None}
+        self._parts = [*acting.values()]
+        variates = [variate for callback in self._acting if (variate := callback.step_variate()) is not None]
+        self._variate = variates[0] if variates else None
         is_scaled = any(part.scales for part in self._parts)
-        possible = can_be_made_at_once(sampler, is_scaled) and len(self._parts) <= int(self._compiles_now)
-        if not possible or has_hooks(sampler, self._scales, *self._acting) or chains.accumulation.candidates > 1:
+        if not can_be_made_at_once(sampler, is_scaled) or (sampler.stand_in is not None and acting):
+            if sampler.stand_in is None and not any(map(sampler.sets_options, sampler.param_groups)):
+                self._cause = (
+                    f"{type(sampler).__name__} updates more than rows of numbers: set elementwise=True in its class "
+                    "if it treats each coordinate alone"
+                )
             return 0, False
-        if chains.weights is None or not chains.weights.counts_rows:
-            return 0, False  # a short batch is filled up, so an example must be a row
+        self._cause = self._obstacle([*acting], are_rows)
+        if self._cause is not None:
+            return 0, False
         most = max(1, self._most - self._waits)
         if self._scales is not None:
             most = int(min(most, self._scales.distance))
             if most == 0:
                 return 0, False
-        count, is_seen = self._until_seen(late, most)
+        count, is_seen = self._next_seen.within(most, late)
         first = sampler.step_count + 1
         for callback in self._acting:
             acts = callback.acts_in
             free = next((ahead for ahead in range(count) if acts(first + ahead)), count)
+            if free == 0 < count:
+                self._cause = f"{type(callback).__name__} acts in each: remove it to make many steps at once"
             count, is_seen = free, is_seen and free == count
         return count, is_seen
+
+    def _obstacle(self, acting: Sequence[RunCallback], are_rows: bool) -> str | None:
+        """Return what keeps a run's steps from being made together, and what to do about it; None for nothing.
+
+        Args:
+            acting: the callbacks with a part in the coming steps.
+            are_rows: whether batches are rows of tensors in memory.
+        """
+        weights = self._module.chains.weights
+        if not are_rows:
+            return "batches are made row by row: use a TensorDataset, or a datamodule without augmentation"
+        if self._clip[0]:
+            return f"gradient_clip_val={self._clip[0]}: pass None, and a smaller lr"
+        if len(acting) > int(self._compiles_now):
+            name = type(acting[-1]).__name__
+            return f"{name} learns in each: {WORTH_COMPILING:,} steps or more are compiled with it"
+        if has_hooks(self._sampler, self._scales, *self._acting):
+            return "the sampler has a hook: remove it, and use a hook of epochs"
+        if weights is None or not weights.counts_rows:  # a short batch is filled up, so an example must be a row
+            return "the likelihood counts other data than rows: return one number for each row"
+        return None
+
+    def _note_single(self, cause: str | None) -> None:
+        """Report once what keeps steps from being made together, after many in a row that it made single."""
+        self._single = min(self._single, 0.0) if cause is None else self._single + 1
+        if self._single == SINGLE:
+            self._single = -math.inf
+            rank_zero_info(f"Steps are made one by one, since {cause}.")
 
     def _checks(self, ahead: int = 0) -> bool:
         """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
@@ -293,7 +303,7 @@ class StepBlocks:
         Lightning has seen the last. Steps that end an epoch may wait for those of the next one."""
         chains = self._module.chains
         assert chains.weights is not None
-        controls, possible, form = self._controls(count)
+        controls, possible, form = self._coming.of_steps(count)
         count, is_seen = possible, is_seen and possible == count
         index = self._loop.batch_idx + 1
         factors = [chains.weights.factor(index)] * count  # it depends on the batch where gradients are accumulated
@@ -301,13 +311,13 @@ class StepBlocks:
         sizes = coming.taken.sizes
         if self._waiting and not self._goes_on(coming):
             self._make_waiting()
-            self._apply(self._sampler.step_count + count)
+            self._coming.apply(self._sampler.step_count + count)
         if not is_seen and source.is_done and sizes and self._may_wait(count):
             self._waiting.append(coming)
             self._count_over(sizes, index)
             return False
         segments, self._waiting = [*self._waiting, coming], []
-        energies = self._computed(segments, self._parts) if sizes else None
+        energies = self._computed(segments, self._variate, self._parts) if sizes else None
         if energies is not None:
             self._count_over(sizes[: count - is_seen], index)
             if count > is_seen:
@@ -339,6 +349,7 @@ class StepBlocks:
             and energies is not None
             and not energies.is_looking
             and not self._parts
+            and self._variate is None
             and not self._checks()
             and self._epochs.only_counts
             and self._waits + count < self._most
@@ -348,15 +359,16 @@ class StepBlocks:
     def _goes_on(self, coming: Segment) -> bool:
         """Return whether some steps can be made together with those that wait."""
         before = self._waiting[-1]
-        return coming.form == before.form and not self._parts and coming.taken.is_like(before.taken)
+        is_alone = not self._parts and self._variate is None
+        return is_alone and coming.form == before.form and coming.taken.is_like(before.taken)
 
     def _make_waiting(self) -> None:
         """Make the steps that wait."""
         segments, self._waiting = self._waiting, []
         if not segments:
             return
-        self._apply(self._sampler.step_count)
-        energies = self._computed(segments, [])
+        self._coming.apply(self._sampler.step_count)
+        energies = self._computed(segments, None, [])
         if energies is None:
             self._make_counted(segments)
         else:
@@ -369,12 +381,15 @@ class StepBlocks:
         counters.gradient_evaluations -= sum(sizes)
         for own in segments:
             for place in range(len(own.factors)):
-                self._apply(self._sampler.step_count + 1)
+                self._coming.apply(self._sampler.step_count + 1)
                 self._compute_step(own.taken.batch(place), own.first + place)
 
-    def _computed(self, segments: Sequence[Segment], acting: Sequence[StepPart]) -> Tensor | None:
+    def _computed(
+        self, segments: Sequence[Segment], variate: ControlVariate | None, acting: Sequence[StepPart]
+    ) -> Tensor | None:
         """Make some steps by a compiled function, and return the last two's energies; None if it cannot make them."""
-        sampler, energies, found = self._sampler, self._module.chains.energies, None
+        sampler, chains, found = self._sampler, self._module.chains, None
+        energies, counted = chains.energies, chains.weights
         is_own = sampler.stand_in is None
         noisy = {is_own and sampler.is_noisy(group) for group in sampler.param_groups}
         assert sampler.flat is not None
@@ -387,6 +402,8 @@ class StepBlocks:
         try:
             looks = checks or energies.is_looking
             before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
+            if looks and counted is not None:
+                counted.factor(first.first)  # which notes what the likelihood counts in this batch
             after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
             steps = self._at_once(energies)
             controls = [
@@ -397,7 +414,7 @@ class StepBlocks:
             parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
             weights = [self._weights_of(segment) for segment in segments]
             batches = parts, first.taken.structure, first.taken.axis
-            found = steps.run(*batches, torch.cat(weights), noise, controls, before, after, *acting)
+            found = steps.run(*batches, torch.cat(weights), noise, controls, before, after, variate, *acting)
         except NotTraceableError as error:
             how = "compiled" if self._compiles_now else "listed"
             self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
@@ -433,46 +450,6 @@ class StepBlocks:
             self._weights[form] = segment.taken.weights(segment.factors, self._sampler.flat.values.dtype)
         return self._weights[form]
 
-    def _controls(self, count: int) -> tuple[list[Controls], int, Any]:
-        """Return the controls of the coming steps, up to the first with others than numbers that differ, and what
-        they are."""
-        sampler = self._sampler
-        groups = sampler.param_groups
-        controls = [Controls([], []) for _ in groups]
-        first, form = sampler.step_count + 1, None
-        ahead = 0
-        while ahead < count:
-            self._apply(first + ahead)
-            changed = [self._changed(group) for group in groups]
-            own = [(sampler.is_noisy(g), g.get("adapting"), type(g["lr"]), type(g["temperature"])) for g in changed]
-            if form is not None and own != form:
-                self._apply(first + ahead - 1)
-                return controls, ahead, form
-            form = own
-            alike = min(self._steps_alike(first + ahead), count - ahead)
-            for kept, group in zip(controls, changed, strict=True):
-                kept.lr.extend([group["lr"]] * alike)
-                kept.temperature.extend([group["temperature"]] * alike)
-            ahead += alike
-        return controls, count, form
-
-    def _changed(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a group with the controls of the coming steps, which callbacks may change."""
-        for callback in self._acting:
-            group = {**group, **changed} if (changed := callback.step_controls(group)) else group
-        return group
-
-    def _apply(self, step: int) -> None:
-        """Set the schedule's controls of a step, the sampler's so many-th."""
-        own = step - self._module.chains.progress.warm_steps
-        if self._schedule is not None and own > 0:
-            self._schedule.apply(own, self._module, self._sampler)
-
-    def _steps_alike(self, step: int) -> int:
-        """Return how many steps, from one on, have the same controls."""
-        own = step - self._module.chains.progress.warm_steps
-        return self._schedule.steps_alike(own) if self._schedule is not None and own > 0 else 1
-
     def _count_over(self, sizes: list[int], index: int) -> None:
         """Count steps that neither Lightning nor callbacks see."""
         count = len(sizes)
@@ -499,14 +476,18 @@ class StepBlocks:
             same = len([*alike])
             chains.weights.add(size, index, same)
             index += same
-        chains.counters.gradient_evaluations += sum(sizes)
+        corrects = self._variate is not None and self._variate.gradient is not None
+        chains.counters.gradient_evaluations += sum(sizes) * (2 if corrects else 1)
         chains.pulse.count += count
 
     def _record(self, energies: Tensor, size: int) -> Tensor:
-        """Record the last of some steps, with a batch of a size, Ũ/N and log p(θ), shape (2, C); return its loss."""
+        """Record the last of some steps, with a batch of a size, Ũ/N, log p(θ) and perhaps the term of a variate, shape
+        (2 or 3, C); return its loss."""
         chains, sampler = self._module.chains, self._sampler
         chains.clear_gradients(sampler)
-        potential, log_prior = energies if chains.stacked is not None else energies[:, 0]
+        if len(energies) > 2:
+            chains.observed.correction = exact(energies[2]) * chains.observed.num_data
+        potential, log_prior = energies[:2] if chains.stacked is not None else energies[:2, 0]
         chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
         if sampler.guard is not None:
             sampler.guard.allows_update()

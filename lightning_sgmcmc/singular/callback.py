@@ -128,6 +128,9 @@ class LearningCoefficient(SamplerCallback):
         if self._kind == "step" and self._is_new() and self.run.chains.progress.stage is Stage.SAMPLING:
             self._record(trainer)
 
+    def acts_in(self, step: int) -> bool:
+        return self._kind == "step"
+
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         if self._kind != "step" and self._is_new():
             self._record(trainer)

@@ -1,7 +1,7 @@
 """Gradients and energies with less mini-batch noise, by control variates at a snapshot of the chains."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, RunCost, SamplerCallback, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
+from lightning_sgmcmc.chains.compiled_step import ControlVariate
 from lightning_sgmcmc.chains.energies import Densities, weighed
 from lightning_sgmcmc.chains.execution import evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.chains.schedule import is_warming_up
+from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
@@ -124,6 +126,21 @@ class Snapshot:
         self._sum_memory.zero_()
         self.count = 0
 
+    def control_variate(self, energy: bool, end: Callable[[int], None]) -> ControlVariate:
+        """Return the snapshot as rows for steps that are made at once, see `ControlVariate`."""
+        chains = self._chains
+        assert chains.flat is not None
+        known = {id(tensor): name for name, tensor in chains.trainable.items()}
+        names = [known[id(parameter)] for parameter in chains.flat.parameters]
+        full = None if self.full is None else dict(zip(self.parameters, self.full, strict=True))
+        return ControlVariate(
+            rows_of([self.tensors[name] for name in names], chains.num_chains),
+            {name: tensor for name, tensor in self.tensors.items() if name not in names},
+            None if full is None else rows_of([full[name] for name in names], chains.num_chains),
+            self.log_likelihood / chains.observed.num_data if energy else None,
+            end,
+        )
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,6 +215,10 @@ class SnapshotCallback(SamplerCallback):
         """The training data of the snapshot."""
         self._correction: Tensor | None = None
         """The correction of this step's energies, the mean over its micro-batches so far."""
+        self._variate: ControlVariate | None = None
+        """The snapshot for steps that are made at once."""
+        self._made = 0
+        """The last of the sampler's steps that were made at once with it."""
 
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         claims = module.chains.claims
@@ -237,7 +258,7 @@ class SnapshotCallback(SamplerCallback):
         module = self.run.module
         if self._snapshot is None:
             self._snapshot = Snapshot(self.run.chains, self.needs_gradients)
-        snapshot = self._snapshot
+        snapshot, self._variate = self._snapshot, None
         snapshot.take()
         total = torch.zeros_like(snapshot.log_likelihood)
         with undisturbed_generators(module):
@@ -273,14 +294,14 @@ class SnapshotCallback(SamplerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        since = trainer.current_epoch - self.start_epoch
-        if since < 0 or is_warming_up(trainer, self.run.module, batch_idx) or self.is_idle():
+        if self._since < 0 or is_warming_up(trainer, self.run.module, batch_idx) or self.is_idle():
+            return
+        if self.run.sampler.step_count < self._made:
             return
         position = batch_idx % trainer.accumulate_grad_batches
-        present = since // self.every_n_epochs, self.run.chains.observed.num_data
-        if position == 0 and (present != (self._period, self._num_data) or (batch_idx == 0 and self._is_old(trainer))):
+        if position == 0 and self._is_due(batch_idx):
             self._refresh(trainer)
-            self._period, self._num_data = present
+            self._period, self._num_data = self._present
             self._held = held_data(trainer)
         if self._snapshot is None:
             return
@@ -294,9 +315,39 @@ class SnapshotCallback(SamplerCallback):
         if self.energy:
             self._correct_energy(self._snapshot, each.detach(), position, factor)
 
-    def _is_old(self, trainer: pl.Trainer) -> bool:
-        """Return whether the snapshot is of data that were replaced since, by others of the same number."""
-        return self._held is not None and not self._held.is_same(held_data(trainer))
+    @property
+    def _since(self) -> int:
+        """Epochs since the first one that is corrected, below 0 before."""
+        return self.run.trainer.current_epoch - self.start_epoch
+
+    @property
+    def _present(self) -> tuple[int, int]:
+        """The present snapshot's index and N, once it is taken."""
+        return self._since // self.every_n_epochs, self.run.chains.observed.num_data
+
+    def _is_due(self, batch_idx: int) -> bool:
+        """Return whether a snapshot is to be taken before a batch: the first of an epoch may be of data that were
+        replaced by others of the same number."""
+        is_old = batch_idx == 0 and self._held is not None and not self._held.is_same(held_data(self.run.trainer))
+        return is_old or self._present != (self._period, self._num_data)
+
+    def acts_in(self, step: int) -> bool:
+        if self._since < 0:
+            return False
+        is_unknown = self._snapshot is None or self.run.chains.progress.stage is Stage.WARM_START
+        ahead = step - self.run.sampler.step_count
+        return is_unknown or self._is_due(self.run.trainer.fit_loop.batch_idx + ahead)
+
+    def step_variate(self) -> ControlVariate | None:
+        if self._since < 0 or self._snapshot is None:
+            return None
+        if self._variate is None:
+            self._variate = self._snapshot.control_variate(self.energy, self._end_steps)
+        return self._variate
+
+    def _end_steps(self, steps: int) -> None:
+        """Note steps that were made at once; Lightning may yet see the last of them."""
+        self._made = self.run.sampler.step_count + steps
 
     def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int, factor: float | None) -> None:
         observed = self.run.chains.observed
@@ -331,7 +382,7 @@ class SnapshotCallback(SamplerCallback):
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        self._snapshot = self._held = None
+        self._snapshot = self._held = self._variate = None
 
     def state(self) -> dict[str, Any]:
         snapshot, correction = self._snapshot, None

@@ -391,6 +391,9 @@ class CovarianceFriction(SnapshotCallback):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    def acts_in(self, step: int) -> bool:
+        return True  # each batch is compared with the snapshot, and changes the friction
+
     def correct_gradient(self, snapshot: Snapshot) -> None:
         """Update the covariance with the gradient of a batch, which is unchanged."""
         run = self.run

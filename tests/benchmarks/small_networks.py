@@ -2,6 +2,8 @@
 
 `python -m tests.benchmarks.small_networks [--chains 1 4] [--networks 8-50-1] [--peers]`
 `python -m tests.benchmarks.small_networks --fits FILE` times whole fits of 60,000 steps, compiled and not.
+`python -m tests.benchmarks.small_networks --variates [--networks 8-50-1] [--chains 1 4]` times steps of runs with
+`ControlVariates`, a snapshot every epoch or every tenth, in Lightning's loop ("step") and in blocks.
 
 Every alternative makes steps of SGLD with the same network, data, batches of 50 and number of chains, on one thread, in
 turns; the table has the least processor time of a step, in µs. "loop" is `chain_execution="loop"`, each chain bit for
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior, HierarchicalPrior
-from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import AutoSampling, ControlVariates, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import block_runs
 from tests.benchmarks.peers.environments import Peer, default_folder, prepare
@@ -93,17 +95,21 @@ def plain(name: str, epochs: int) -> float:
     return time.process_time() - begun
 
 
-def ours(name: str, chains: int, form: str, epochs: int) -> float:
-    """Return the seconds of a fit in a form."""
+def ours(name: str, chains: int, form: str, epochs: int, variates: int = 0) -> float:
+    """Return the seconds of a fit in a form, with control variates of a snapshot every so many epochs if that is not
+    0."""
     net, x, y = problem(name)
-    block_runs.FEWEST, block_runs.WORTH_COMPILING = 0, 0 if form == "compiled" else math.inf
+    block_runs.FEWEST = math.inf if form == "step" else 0
+    block_runs.WORTH_COMPILING = 0 if form == "compiled" else math.inf
     likelihood = Categorical() if y.dtype == torch.int64 else Gaussian(0.1)
     way = "loop" if form == "loop" else "auto"
     module = BayesianModule(
         net, likelihood, GaussianPrior(1.0), sampler=SGLD, lr=1e-3, num_chains=chains, seed=0, chain_execution=way
     )
     schedule = SamplingSchedule(burn_in_epochs=epochs // 2, every_n_epochs=max(1, epochs // 10))
-    trainer = pl.Trainer(max_epochs=epochs, callbacks=[schedule, SampleCollector(in_memory=True)], **QUIET)
+    corrects = [ControlVariates(every_n_epochs=variates)] if variates else []
+    callbacks = [schedule, *corrects, SampleCollector(in_memory=True)]
+    trainer = pl.Trainer(max_epochs=epochs, callbacks=callbacks, **QUIET)
     begun = time.process_time()
     trainer.fit(module, datamodule=DatasetDataModule(TensorDataset(x, y), batch_size=BATCH))
     return time.process_time() - begun
@@ -208,6 +214,21 @@ def lengths(epochs: int, chains: int) -> dict[str, int]:
     return {"loop": max(8, epochs // chains), "traced": epochs, "compiled": 5 * epochs}
 
 
+def with_variates(networks: list[str], chains: list[int], epochs: int, rounds: int) -> None:
+    """Print the processor time of a step with control variates, in each form."""
+    forms = {"step": epochs // 2, "traced": 5 * epochs, "compiled": 5 * epochs}
+    print(f"| network | chains | snapshot every | {' | '.join(forms)} |\n" + "|---" * (3 + len(forms)) + "|")
+    for name in networks:
+        for number in chains:
+            for every in (1, 10):
+                ours(name, number, "compiled", 24, every)  # compiles
+                fits = [partial(ours, name, number, form, variates=every) for form in forms]
+                timed = [OfFits(fit, longest) for fit, longest in zip(fits, forms.values(), strict=True)]
+                least = [min(run() for _ in range(rounds)) for run in timed]
+                cells = " | ".join(f"{1e6 * seconds:,.0f}" for seconds in least)
+                print(f"| {name} | {number} | {every} epochs | {cells} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -216,12 +237,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", action="store_true", help="install blackjax in an environment, and time it too")
     parser.add_argument("--fits", type=Path, help="time whole fits instead, and write them to this file")
+    parser.add_argument("--variates", action="store_true", help="time steps with control variates instead")
     options = parser.parse_args()
     measure_quietly()
     if options.fits is not None:
         found = {name: round(seconds, 1) for name, seconds in whole_fits().items()}
         options.fits.write_text(json.dumps({"processor seconds": found}, indent=1) + "\n")
         print(options.fits.read_text())
+        return
+    if options.variates:
+        with_variates(options.networks, options.chains, options.epochs, options.rounds)
         return
     interpreter = (
         prepare(Peer("blackjax", "", ("blackjax==1.7.1",), uses_torch=False), default_folder())

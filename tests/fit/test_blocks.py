@@ -34,7 +34,6 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     ChainHealth,
     ContourGradient,
-    ControlVariates,
     CyclicalSchedule,
     PosteriorDashboard,
     ReplicaExchange,
@@ -430,6 +429,16 @@ def test_a_resumed_run_is_the_whole_one(
         resumed.check_like(whole, exactly=True)
 
 
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_run_is_resumed_at_a_short_batch(chains: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first batch that is looked at has fewer rows than those that follow."""
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=69, save_top_k=-1)
+    data = {"data": DatasetDataModule(DATA, batch_size=20), "chains": chains}
+    whole = Run("traced", monkeypatch, keeper, enable_checkpointing=True, **data)
+    (file,) = tmp_path.glob("*.ckpt")
+    Run("traced", monkeypatch, ckpt_path=file, **data).check_like(whole, exactly=True)
+
+
 def test_two_fits_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
         made = Run(form, monkeypatch, epochs=6)
@@ -528,17 +537,6 @@ def test_checkpoints_by_time_are_written(form: str, monkeypatch: pytest.MonkeyPa
     run = Run(form, monkeypatch, often, enable_checkpointing=True)
     assert run.hidden == 0
     assert sorted(int(path.stem.split("=")[1]) for path in tmp_path.glob("step=*")) == list(range(1, 85))
-
-
-def test_steps_with_more_gradients_than_one_are_not_in_blocks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "pytorch_lightning"):
-        run = Run("traced", monkeypatch, ControlVariates(), data=DatasetDataModule(DATA, batch_size=20), epochs=4)
-    assert run.hidden == 0
-    assert [m for m in caplog.messages if "blocks" in m] == [
-        "Steps are not made in blocks, since ControlVariates needs more than the gradient."
-    ]
 
 
 class Validated(BayesianModule):
