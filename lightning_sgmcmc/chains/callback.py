@@ -117,6 +117,10 @@ class RunCallback(pl.Callback):
         """
         return True
 
+    def free_steps(self, first: int, most: int) -> int:
+        """Return in how many of the coming steps it does not act, from one on and up to so many, see `acts_in`."""
+        return next((ahead for ahead in range(most) if self.acts_in(first + ahead)), most)
+
     def step_controls(self, group: Mapping[str, Any]) -> Mapping[str, Control]:
         """Return the controls of a parameter group that it changes in the coming steps, if it does not act in them."""
         return {}

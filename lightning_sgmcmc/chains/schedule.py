@@ -242,9 +242,13 @@ class Schedule(SamplerCallback):
             chains_of(pl_module).progress.sample_due = True
 
     def acts_in(self, step: int) -> bool:
-        if type(self).on_train_batch_end is not Schedule.on_train_batch_end:
-            return True
-        return self._acts_before(step)
+        return type(self).on_train_batch_end is not Schedule.on_train_batch_end or self._acts_before(step)
+
+    def free_steps(self, first: int, most: int) -> int:
+        if type(self).acts_in is not Schedule.acts_in:
+            return super().free_steps(first, most)
+        # If it acts in a step, it does so in all that follow.
+        return most if most > 0 and not self.acts_in(first + most - 1) else super().free_steps(first, most)
 
     def _acts_before(self, step: int) -> bool:
         """Return whether it does more before a step than to set the controls."""

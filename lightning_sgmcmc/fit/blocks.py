@@ -249,8 +249,7 @@ class StepBlocks:
         count, is_seen = self._next_seen.within(most, late)
         first = sampler.step_count + 1
         for callback in self._acting:
-            acts = callback.acts_in
-            free = next((ahead for ahead in range(count) if acts(first + ahead)), count)
+            free = callback.free_steps(first, count)
             if free == 0 < count:
                 self._cause = f"{type(callback).__name__} acts in each: remove it to make many steps at once"
             count, is_seen = free, is_seen and free == count

@@ -240,8 +240,8 @@ class ExactResume(RunCallback):
     def only_counts(self) -> bool:
         return True
 
-    def acts_in(self, step: int) -> bool:
-        return self._awaits_batches  # otherwise `pass_over` is called for it
+    def free_steps(self, first: int, most: int) -> int:
+        return 0 if self._awaits_batches else most  # for which `pass_over` is called
 
     def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
         self._count_batches(trainer, steps)

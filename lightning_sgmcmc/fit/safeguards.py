@@ -267,8 +267,8 @@ class Safeguards(RunCallback):
             self._planner.after_step(trainer, chain_model(pl_module), self._sampler.step_count)
         self._interruption.after_step(trainer)
 
-    def acts_in(self, step: int) -> bool:
-        return self._watch is not None
+    def free_steps(self, first: int, most: int) -> int:
+        return most if self._watch is None else 0
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Pass the samples of a step to every callback that has a hook for them, and to the module."""
