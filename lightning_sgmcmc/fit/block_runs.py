@@ -1,11 +1,12 @@
 """Which runs have blocks of steps (`blocks`), and which of these compile them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.trainer import callbacks_of, instances_of
 from lightning_sgmcmc.compiling import has_compiler
@@ -22,11 +23,13 @@ SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
 
 LARGEST = 1_000_000
 """Sampled numbers of all chains above which a step's time is that of its arithmetic."""
-COMPILATION, AGAIN, SAVED = 15, 5, 1.8e-4
-"""Seconds in which a step is compiled, first and by a later process from torch's cache, and what a compiled step saves
-of a listed one."""
-WORTH_COMPILING = 50_000
-"""Steps of a run from which compiled ones save more than that in all processes but the first."""
+COMPILATION, AGAIN = 15, 5
+"""Seconds in which a step is compiled, first and by a later process from torch's cache."""
+SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
+"""Seconds that a compiled step saves of a listed one, and of a single one in which a callback learns."""
+WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
+"""Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
+callback."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which blocks save more than the second in which one is traced."""
 
@@ -169,6 +172,21 @@ def _is_known_in_steps(callback: pl.Callback, name: str) -> bool:
     return is_known(callback, name) and (name not in OF_A_GRAPH or definer(callback, name) in (pl.Callback, Timer))
 
 
-def compiles(module: ChainModel, steps: float) -> bool:
-    """Return whether the steps of a run are compiled, which saves more than it takes."""
-    return module.chains.compiled == "auto" and has_compiler() and steps >= WORTH_COMPILING
+def learns_in_steps(callback: RunCallback) -> bool:
+    """Return whether a callback may have a part in compiled steps, without which they are made one by one."""
+    return type(callback).step_part is not RunCallback.step_part
+
+
+def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) -> bool:
+    """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
+    fewest = min(WORTH_COMPILING, WORTH_LEARNING) if any(map(learns_in_steps, acting)) else WORTH_COMPILING
+    return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
+
+
+def say_compilation(steps: float, acting: Sequence[RunCallback]) -> None:
+    """Say what compiling the coming steps takes and saves."""
+    saved = steps * (SAVED_LEARNING if any(map(learns_in_steps, acting)) else SAVED)
+    rank_zero_info(
+        f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which saves "
+        f"about {saved:,.0f} s."
+    )

@@ -35,7 +35,7 @@ from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
-from lightning_sgmcmc.fit.block_runs import AGAIN, COMPILATION, OF_A_STEP, SAVED, WORTH_COMPILING, compiles, numbers_of
+from lightning_sgmcmc.fit.block_runs import OF_A_STEP, WORTH_LEARNING, compiles, numbers_of, say_compilation
 from lightning_sgmcmc.fit.checks import take_num_data
 from lightning_sgmcmc.fit.coming import ComingControls, NextSeen
 from lightning_sgmcmc.fit.passes import (
@@ -107,7 +107,7 @@ class StepBlocks:
         """What corrects their gradients and energies."""
         self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
         self._coming = ComingControls(trainer, module, self._acting)
-        self._compiles = compiles(module, trainer.estimated_stepping_batches)
+        self._compiles = compiles(module, trainer.estimated_stepping_batches, self._acting)
         self._lists = True
         """Whether steps may be listed where they are not compiled."""
         self._cause: str | None = None
@@ -269,7 +269,7 @@ class StepBlocks:
             return f"gradient_clip_val={self._clip[0]}: pass None, and a smaller lr"
         if len(acting) > int(self._compiles_now):
             name = type(acting[-1]).__name__
-            return f"{name} learns in each: {WORTH_COMPILING:,} steps or more are compiled with it"
+            return f"{name} learns in each: {WORTH_LEARNING:,} steps or more are compiled with it"
         if has_hooks(self._sampler, self._scales, *self._acting):
             return "the sampler has a hook: remove it, and use a hook of epochs"
         if weights is None or not weights.counts_rows:  # a short batch is filled up, so an example must be a row
@@ -432,10 +432,7 @@ class StepBlocks:
             return self._listed
         if self._compiled is None:
             left = self._trainer.estimated_stepping_batches - self._trainer.global_step
-            rank_zero_info(
-                f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which "
-                f"saves about {left * SAVED:,.0f} s."
-            )
+            say_compilation(left, self._acting)
             self._compiled = energies.compiled_steps(sampler, self._most)
         return self._compiled
 

@@ -154,7 +154,7 @@ def contour() -> ContourGradient:
 SINGLES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "clipping": (lambda: {"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "smaller lr"]),
     "a callback": (lambda: callbacks(Sees()), ["Sees acts in each", "remove it"]),
-    "a contour": (lambda: callbacks(contour()), ["ContourGradient learns in each", "50,000 steps"]),
+    "a contour": (lambda: callbacks(contour()), ["ContourGradient learns in each", "20,000 steps"]),
     "other data": (
         lambda: {"data": torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=20)},
         ["row by row", "TensorDataset"],
