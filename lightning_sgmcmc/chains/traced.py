@@ -186,8 +186,11 @@ def parted(traced: GraphModule, tensors: Sequence[Tensor], kept: int, live: Tens
 @torch.no_grad()
 def _check_parts(parts: Parts, tensors: Sequence[Tensor], kept: int, expected: Sequence[Tensor]) -> None:
     """Raise unless the parts give what the function gave of some tensors."""
-    steady = parts.before(*tensors[:kept])
-    found = [*parts.after(*steady, *tensors[kept:]), parts.first(*steady, *tensors[kept:])]
+    try:
+        steady = parts.before(*tensors[:kept])
+        found = [*parts.after(*steady, *tensors[kept:]), parts.first(*steady, *tensors[kept:])]
+    except RuntimeError as error:
+        raise NotTraceableError(str(error).split("\n")[0][:150]) from error
     for value, wanted in zip(found, [*expected, expected[0]], strict=True):
         size = wanted.abs().max() if wanted.numel() and wanted.isfinite().all() else 1.0
         if not torch.allclose(value, wanted, rtol=1e-3, atol=1e-5 * float(size), equal_nan=True):
@@ -203,16 +206,17 @@ def _shorten(graph: Graph, forms: Mapping[Node, Any]) -> None:
     """Make a list of operations shorter, up to rounding: views in a row are one or none, and a sum with a product is
     one operation."""
     for node in [node for node in graph.nodes if node.op == "call_function"]:
-        source, *others = [*node.all_input_nodes, None]
+        needed = node.all_input_nodes
         if node.target in VIEWS:
+            source = needed[0]
             if source.target in VIEWS:
                 source = source.all_input_nodes[0]
                 node.args = source, node.args[1]
             if forms[source] == forms[node]:
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
-        elif node.target is ATEN.add.Tensor and not node.kwargs and len(others) == 2:
-            for product, other in ((source, others[0]), (others[0], source)):
+        elif node.target is ATEN.add.Tensor and not node.kwargs and len(needed) == 2:
+            for product, other in (needed, needed[::-1]):
                 if len(product.users) == 1 and _joins(node, product, other, forms):
                     break
     for node in graph.nodes:
@@ -222,7 +226,7 @@ def _shorten(graph: Graph, forms: Mapping[Node, Any]) -> None:
 
 def _joins(total: Node, product: Node, other: Node, forms: Mapping[Node, Any]) -> bool:
     """Make a sum of a product and another number one operation, if there is one; return whether there is."""
-    factors, options = product.all_input_nodes, {}
+    factors, options = product.all_input_nodes, dict[str, Any]()
     if product.target is ATEN.bmm.default and forms[total] == forms[product]:
         total.target, total.args = torch.baddbmm, (other, *factors)
         return True
@@ -231,7 +235,7 @@ def _joins(total: Node, product: Node, other: Node, forms: Mapping[Node, Any]) -
         return False
     for place, factor in enumerate(factors):
         if factor.target is ATEN.mul.Scalar and not options:
-            factors[place], options["value"] = factor.args
+            factors[place], options["value"] = factor.all_input_nodes[0], factor.args[1]
     total.target, total.args, total.kwargs = ATEN.addcmul.default, (other, *factors), options
     return True
 
