@@ -401,7 +401,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if isinstance(posterior.store, DiskStore):
             posterior.store.reload()
         for average in instances_of(trainer, BayesianModelAverage):
-            average.evaluate_stored(trainer, module, "val")
+            average.evaluate_again(trainer, module)
 
     def _weights_of(self, posterior: Posterior) -> list[float] | None:
         """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""

@@ -189,9 +189,23 @@ class BayesianModelAverage(SamplerCallback):
         loaders, limits = flat_loaders(trainer.val_dataloaders), trainer.num_val_batches
         scores = self._scores.of(sample, lambda samples: self._score(trainer, pl_module, samples, loaders, limits))
         self._add(trainer, pl_module, sample, scores)
+        self._log(trainer)
+
+    def _log(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Pass the validation metrics to the loggers, and return them."""
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
+        return metrics
+
+    def evaluate_again(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Evaluate the stored samples at the end of a fit by the weights that they were given there, and log it.
+
+        The metrics replace those of even weights in `trainer.callback_metrics`, which searches of settings read.
+        """
+        self.evaluate_stored(trainer, module, "val")
+        logged = {name: torch.tensor(value) for name, value in self._log(trainer).items()}
+        trainer.callback_metrics.update(logged)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # For checkpoint monitors, which require their key from the first epoch; the loggers already have the numbers.
