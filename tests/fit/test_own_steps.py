@@ -1,5 +1,6 @@
 """What users do beside a sampling fit: a `predict_step` of their own, example inputs, Fabric, other checkpoints."""
 
+import warnings
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical
-from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from tests.support.problems import CLASSES, Data, Net, network
 from tests.support.trainers import quiet_trainer
 
@@ -26,6 +27,38 @@ def inputs() -> Tensor:
     data = Data()
     data.setup("fit")
     return data.splits[0].inputs
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+class OwnTest(Net):
+    """Logs a metric of its own network."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+
+def test_an_own_test_step_with_samples_of_the_disk_says_whose_weights_it_takes(tmp_path: Path) -> None:
+    """A new program's network is as it was constructed, so its metric is far from that of the samples."""
+
+    def told(module: BayesianModule, **options: Any) -> list[str]:
+        callbacks = [SampleCollector(tmp_path / "samples"), BayesianModelAverage()]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer(callbacks=callbacks).test(module, datamodule=Data(), verbose=False, **options)
+        return [str(one.message) for one in caught if "constructed with" in str(one.message)]
+
+    module, callbacks = OwnTest(), [SamplingSchedule(every_n_steps=2), SampleCollector(tmp_path / "samples")]
+    trainer = quiet_trainer(max_steps=4, callbacks=callbacks)
+    trainer.fit(module, datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    (message,) = told(OwnTest())
+    assert message.startswith("OwnTest.test_step evaluates the weights that OwnTest was constructed with")
+    assert told(OwnTest(), ckpt_path=tmp_path / "last.ckpt") == []
+    loaded = OwnTest()
+    loaded.load_state_dict(module.state_dict())
+    assert [told(module), told(loaded), told(Net())] == [[], [], []]
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
