@@ -502,8 +502,9 @@ def test_given_scales_belong_to_the_chains_of_the_run() -> None:
 
 def test_a_run_too_short_for_its_draws_says_so() -> None:
     trainer = quiet_trainer(max_epochs=5, callbacks=[AutoSampling()])
-    with pytest.raises(ValueError, match="80 draws do not fit into the 16 steps"):
+    with pytest.raises(ValueError, match=r"fit into the 16 steps .*: train for 100 steps .*num_draws=16\)"):
         trainer.fit(classifier(), *loaders(0.1))
+    quiet_trainer(max_steps=100, callbacks=[AutoSampling()]).fit(classifier(), *loaders(0.1))
 
 
 @pytest.mark.slow
