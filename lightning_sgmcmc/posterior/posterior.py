@@ -97,6 +97,7 @@ class Posterior(Decisions):
         """
         if model is not None and net is not None:
             raise ValueError("model already contains a network: pass either model=… or net=…")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
         path = pulled(str(path)) if str(path).startswith(SCHEME) else path
