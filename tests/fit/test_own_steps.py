@@ -245,5 +245,23 @@ def test_a_plain_checkpoint_names_how_to_start_from_it(chains: int, tmp_path: Pa
     module = fit(chain_start=[path] * chains)
     with module.at_chain(chains - 1):
         torch.testing.assert_close(module.net[0].weight, torch.load(path)["state_dict"]["net.0.weight"])
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(ValueError, match=r"has weights alone .*chain_start=.*load_from_checkpoint"):
+        fit(path)
     loaded = BayesianModule.load_from_checkpoint(path, net=network(), likelihood=Categorical())
     torch.testing.assert_close(loaded.net[0].weight, torch.load(path)["state_dict"]["net.0.weight"])
+
+
+def test_weights_alone_move_no_samples_aside(tmp_path: Path) -> None:
+    """A fit that cannot continue from its checkpoint leaves the folder as it is."""
+    callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "samples")]
+    trainer = quiet_trainer(max_steps=2, callbacks=callbacks)
+    trainer.fit(Net(), datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    before = sorted(tmp_path.rglob("*"))
+    again = quiet_trainer(
+        max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "samples")]
+    )
+    with pytest.raises(ValueError, match="has weights alone"):
+        again.fit(Net(), datamodule=Data(), ckpt_path=tmp_path / "weights.ckpt")
+    assert sorted(tmp_path.rglob("*")) == before
