@@ -342,14 +342,13 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         single, deviations = self.single, self.single_std
+        columns = ["metric", "guessing", "mean single sample", "standard deviation", "model average"]
+        columns += ["calibrated average"] if self.calibrated else []
         rows = [
-            (name, self.guessing.get(name, ""), single[name], deviations[name], value)
+            (name, self.guessing.get(name, ""), single[name], deviations[name], value, self.calibrated.get(name, ""))
             for name, value in self.bma.items()
         ]
-        columns = ("metric", "guessing", "mean single sample", "standard deviation", "model average")
-        if self.calibrated:
-            rows = [(*row, self.calibrated.get(row[0], "")) for row in rows]
-            columns = (*columns, "calibrated average")
+        rows = [row[: len(columns)] for row in rows]
         table = html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
         if not self.groups:
             return table
