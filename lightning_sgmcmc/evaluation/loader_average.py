@@ -348,8 +348,9 @@ class Evaluation:
             (name, self.guessing.get(name, ""), single[name], deviations[name], value, self.calibrated.get(name, ""))
             for name, value in self.bma.items()
         ]
-        rows = [row[: len(columns)] for row in rows]
-        table = html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
+        table = html_table(
+            f"{len(self.members)} posterior sample{self._plural}", columns, [row[: len(columns)] for row in rows]
+        )
         if not self.groups:
             return table
         names = list(next(iter(self.groups.values())))
