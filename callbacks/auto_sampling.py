@@ -328,7 +328,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 found = in_host_memory(scores_on(trainer, module, Scorer(module), states, loaders[0], limit))
             return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
 
-        ((terms, log_density, target),) = self._scores.of(sample, score).on_loaders
+        averages = instances_of(trainer, BayesianModelAverage)
+        scores = averages[0].scores_of(trainer, module, sample) if averages else self._scores.of(sample, score)
+        terms, log_density, target = scores.on_loaders[0]
         self._densities[sample.step, chain] = log_density.float().cpu()
         self._blocks[chain].add(terms, log_density, 0.0)
         self._counts[chain] += 1
@@ -401,7 +403,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if isinstance(posterior.store, DiskStore):
             posterior.store.reload()
         for average in instances_of(trainer, BayesianModelAverage):
-            average.evaluate_stored(trainer, module, "val")
+            average.evaluate_again(trainer, module)
 
     def _weights_of(self, posterior: Posterior) -> list[float] | None:
         """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""

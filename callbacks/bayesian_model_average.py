@@ -124,6 +124,8 @@ class BayesianModelAverage(SamplerCallback):
         self._told_size = False
         self._scorer: Scorer | None = None
         self._scores = DrawingScores()
+        self._latest: tuple[PosteriorSample, SampleScores] | None = None
+        """The newest drawn sample with its scores."""
         self._stopping = PatientStopping(MONITORS)
 
     # -- during the fit -----------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class BayesianModelAverage(SamplerCallback):
 
     def _end(self) -> None:
         self._stopping.end()
-        self._scorer = None
+        self._scorer, self._latest = None, None
         self._scores.begin([])
 
     def _count(self) -> int:
@@ -186,12 +188,32 @@ class BayesianModelAverage(SamplerCallback):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        loaders, limits = flat_loaders(trainer.val_dataloaders), trainer.num_val_batches
-        scores = self._scores.of(sample, lambda samples: self._score(trainer, pl_module, samples, loaders, limits))
-        self._add(trainer, pl_module, sample, scores)
+        self._add(trainer, pl_module, sample, self.scores_of(trainer, pl_module, sample))
+        self._log(trainer)
+
+    def scores_of(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample) -> SampleScores:
+        """Return a drawn sample's scores on the validation data, computed once for all callbacks that need them."""
+        if self._latest is None or self._latest[0] is not sample:
+            loaders, limits = flat_loaders(trainer.val_dataloaders), trainer.num_val_batches
+            scores = self._scores.of(sample, lambda samples: self._score(trainer, module, samples, loaders, limits))
+            self._latest = sample, scores
+        return self._latest[1]
+
+    def _log(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Pass the validation metrics to the loggers, and return them."""
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
+        return metrics
+
+    def evaluate_again(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Evaluate the stored samples at the end of a fit by the weights that they were given there, and log it.
+
+        The metrics replace those of even weights in `trainer.callback_metrics`, which searches of settings read.
+        """
+        self.evaluate_stored(trainer, module, "val")
+        logged = {name: torch.tensor(value) for name, value in self._log(trainer).items()}
+        trainer.callback_metrics.update(logged)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # For checkpoint monitors, which require their key from the first epoch; the loggers already have the numbers.

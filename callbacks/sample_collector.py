@@ -175,6 +175,13 @@ class SampleCollector(SamplerCallback):
     def _narrow(self) -> Narrow | None:
         return None if self.dtype is None else Narrow(self.dtype)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            _warn_of_first_weights(sampling_module(pl_module, self), "validation_step")
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _warn_of_first_weights(sampling_module(pl_module, self), "test_step")
+
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = None if self.posterior is None else self.posterior.model
         if model is not None and model is not pl_module:
@@ -332,6 +339,17 @@ class SampleCollector(SamplerCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+
+
+def _warn_of_first_weights(module: ChainModel, step: str) -> None:
+    """Warn if a step of the user's evaluates a module with samples that has neither been fitted nor loaded."""
+    seeds, posterior = module.chains.seeds, module.posterior
+    if module.replaces(step) and posterior is not None and len(posterior) and not seeds.fits and not seeds.loads:
+        name = type(module).__name__
+        rank_zero_warn(
+            f"{name}.{step} evaluates the weights that {name} was constructed with, and BayesianModelAverage the "
+            f"samples: pass ckpt_path=… for weights of the fit, or remove {step}."
+        )
 
 
 # -- the folder of samples ---------------------------------------------------------------------------------------------

@@ -203,8 +203,10 @@ class WholeRunSchedule(Schedule, Generic[Plan]):
         total = int(fit_steps(trainer))
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, EarlyStopping | Timer)), None)
         if ender is not None:
-            name = type(ender).__name__
-            rank_zero_warn(f"{name} may end the run before {self._missed(total)} would be missing: omit {name}.")
+            name, way = type(ender).__name__, "omit {}"
+            if isinstance(ender, Timer):
+                way = "omit {} (max_time), and set max_epochs to what the time allows"
+            rank_zero_warn(f"{name} may end the run before {self._missed(total)} would be missing: {way.format(name)}.")
         if self.total_steps not in (None, total):
             planned, ends = self._planned_and_ends()
             rank_zero_warn(

@@ -292,6 +292,7 @@ OWN_STEPS = {
 
 def check_methods(model: nn.Module, base: type) -> None:
     """Raise if a subclass or an object replaces one of `OWN_STEPS` with code that does not call it."""
+    found: list[str] = []
     for name, remedy in OWN_STEPS.items():
         if name in vars(model) and not _calls_replaced(vars(model)[name], name, getattr(type(model), name)):
             hint = "; LightningCLI sets it for --optimizer: pass --model.sampler and --model.lr in its place"
@@ -304,10 +305,12 @@ def check_methods(model: nn.Module, base: type) -> None:
         code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
         if issubclass(base, owner) or code is None or _names(code, name, type(model)):
             continue
-        raise TypeError(
+        found.append(
             f"{owner.__name__} defines {name}, and {base.__name__} has its own, without which nothing is sampled "
             f"({remedy}): remove {name} from {owner.__name__}, or call super().{name} in it"
         )
+    if found:
+        raise TypeError(". ".join(found))
 
 
 def _names(code: CodeType, name: str, cls: type) -> bool:

@@ -257,9 +257,11 @@ class WarmUpAndDecay:
 
     def __post_init__(self) -> None:
         if self.total_steps - self.warm_steps < self.num_draws:
+            left = self.total_steps - self.warm_steps
             raise ValueError(
-                f"{self.num_draws} draws do not fit into the {self.total_steps - self.warm_steps} steps after the "
-                f"warm-up of a run of {self.total_steps} steps: train longer, or take fewer draws"
+                f"{self.num_draws} draws do not fit into the {left} steps after the warm-up of a run of "
+                f"{self.total_steps} steps: train for {math.ceil(self.num_draws / (1 - self.warm_up))} steps or more, "
+                f"or take fewer draws, AutoSampling(num_draws={left})"
             )
 
     @cached_property

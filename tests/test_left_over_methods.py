@@ -62,6 +62,13 @@ class Extends(Classifier):
         return super().configure_optimizers()
 
 
+class OldBoth(OldStep):
+    """Has the whole of a plain LightningModule, of which all is said at once."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -69,6 +76,7 @@ class Extends(Classifier):
         (Inherits, "OldStep defines training_step.*remove training_step from OldStep, or call super"),
         (OldOptimizer, "OldOptimizer defines configure_optimizers.*pass sampler=… and lr=….*: remove"),
         (OldBackward, "OldBackward defines backward.*gathered for each chain"),
+        (OldBoth, "OldStep defines training_step.*OldBoth defines configure_optimizers.*from OldBoth, or call"),
         (OldCallbacks, "OldCallbacks defines configure_callbacks.*pass your own to the trainer"),
     ],
 )

@@ -19,6 +19,7 @@ from lightning_sgmcmc.files import MASK, is_remote, is_secret, text_without_secr
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
 
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 LearningRateMonitor = pl.callbacks.LearningRateMonitor
 save_hparams_to_yaml = pl.core.saving.save_hparams_to_yaml
 TensorBoardLogger = pl.loggers.TensorBoardLogger
@@ -59,10 +60,21 @@ def is_probe(trainer: pl.Trainer) -> bool:
 
 def fit_steps(trainer: pl.Trainer) -> float:
     """Return the optimizer steps of the present fit, infinite if unknown; the trainer may have made others before."""
-    steps = trainer.estimated_stepping_batches
+    return total_steps(trainer) - chains_of(trainer.lightning_module).progress.steps_before
+
+
+def total_steps(trainer: pl.Trainer) -> float:
+    """Return the optimizer steps of all the trainer's epochs, infinite if unknown."""
+    steps = float(trainer.estimated_stepping_batches)
     if steps < 0:  # epochs of a loader without length
         return math.inf
-    return steps - chains_of(trainer.lightning_module).progress.steps_before
+    batches, epochs = float(trainer.num_training_batches), trainer.max_epochs
+    for scheduler in instances_of(trainer, GradientAccumulationScheduler):  # Lightning counts by the present number
+        if math.isfinite(batches) and epochs is not None and epochs > 0:
+            counts = map(scheduler.get_accumulate_grad_batches, range(epochs))
+            steps = sum(math.ceil(batches / count) for count in counts)
+            steps = min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
+    return steps
 
 
 def is_finished(trainer: pl.Trainer) -> bool:

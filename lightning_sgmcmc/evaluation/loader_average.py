@@ -297,6 +297,8 @@ class Evaluation:
             evaluated data, or the mean and spread of their numbers.
         groups: by a group's label, its number of data ("count"), the average's metrics there, and those of guessing by
             the group's own targets ("guessing nll", …).
+        calibrated: metrics of the average as `Posterior.calibrate` has scaled it, {} without that: those of class
+            probabilities, or the shares of targets in central intervals.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -310,6 +312,7 @@ class Evaluation:
     per_datum: PerDatumScores = field(default_factory=PerDatumScores)
     guessing: dict[str, float] = field(default_factory=dict)
     groups: dict[str, dict[str, float]] = field(default_factory=dict)
+    calibrated: dict[str, float] = field(default_factory=dict)
     _sums: _Sums = field(default_factory=_Sums, init=False, compare=False)
 
     @property
@@ -332,17 +335,22 @@ class Evaluation:
 
     def __repr__(self) -> str:
         single = self.single
-        metrics = (f"{name} {value:.4g} (single {single[name]:.4g})" for name, value in self.bma.items())
+        calibrated = {name: f", calibrated {value:.4g}" for name, value in self.calibrated.items()}
+        own = {name: f"(single {value:.4g}{calibrated.get(name, '')})" for name, value in single.items()}
+        metrics = (f"{name} {value:.4g} {own[name]}" for name, value in self.bma.items())
         return f"Evaluation({', '.join([f'{len(self.members)} sample{self._plural}', *metrics])})"
 
     def _repr_html_(self) -> str:
         single, deviations = self.single, self.single_std
+        columns = ["metric", "guessing", "mean single sample", "standard deviation", "model average"]
+        columns += ["calibrated average"] if self.calibrated else []
         rows = [
-            (name, self.guessing.get(name, ""), single[name], deviations[name], value)
+            (name, self.guessing.get(name, ""), single[name], deviations[name], value, self.calibrated.get(name, ""))
             for name, value in self.bma.items()
         ]
-        columns = ("metric", "guessing", "mean single sample", "standard deviation", "model average")
-        table = html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
+        table = html_table(
+            f"{len(self.members)} posterior sample{self._plural}", columns, [row[: len(columns)] for row in rows]
+        )
         if not self.groups:
             return table
         names = list(next(iter(self.groups.values())))

@@ -391,6 +391,11 @@ class ProcessGenerators:
         """Loaders that draw their workers' seeds from a generator of the run."""
         self._loaders: list[Any] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is in no fit. A generator's pickled state is a tensor that nothing holds: a process that is spawned
+        # would find its shared memory closed.
+        return ProcessGenerators, ()
+
     def begin(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Keep the generators, at the start of training."""
         self._states = GeneratorStates([device])

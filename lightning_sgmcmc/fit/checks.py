@@ -73,7 +73,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if trainer.gradient_clip_val:
         rank_zero_warn(
             f"gradient_clip_val={trainer.gradient_clip_val} bounds the drift of the chain: where it acts, the samples "
-            "are biased."
+            "are biased. Raise it until few gradients reach it, or omit it."
         )
 
 
@@ -346,7 +346,7 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
     first = "" if progress.first_sample is None else f" after step {progress.first_sample}"
     return (
         f"{stopper} after step {trainer.global_step}, and {progress.schedule} draws the first one{first}; let the run "
-        "last longer, or make the cycles or the burn-in shorter"
+        "last longer, or set a smaller max_epochs or a shorter burn-in"
     )
 
 

@@ -362,10 +362,12 @@ def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any], trainer: pl.
 
 def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None:
     """Raise unless a chain can continue from a checkpoint."""
-    states = checkpoint.get("optimizer_states") or []
-    if states and not any("sampler" in state for state in states):
+    states, kind = checkpoint.get("optimizer_states"), "is a checkpoint of an optimizer, not of a sampler"
+    if states is None:
+        kind = "has weights alone (save_weights_only=True)"
+    if states is None or (states and not any("sampler" in state for state in states)):
         raise ValueError(
-            f"ckpt_path={path!r} is a checkpoint of an optimizer, not of a sampler, so no chain can continue from it: "
+            f"ckpt_path={path!r} {kind}, so no chain can continue from it: "
             f"start from its weights by chain_start=[{path!r}] (one entry for each chain) or "
             f"{name}.load_from_checkpoint({path!r}), and omit ckpt_path"
         )

@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import baseline_of, declared, fit_steps, is_trial, log_values
+from lightning_sgmcmc.chains.trainer import baseline_of, declared, fit_steps, is_trial, log_values, total_steps
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of
 from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian
@@ -309,7 +309,7 @@ def _classes(trainer: pl.Trainer, module: ChainModel) -> int | None:
 
 def _evaluations(trainer: pl.Trainer, module: ChainModel) -> int | None:
     """Return the per-datum gradients of each chain, those of control variates included."""
-    steps = int(trainer.estimated_stepping_batches)
+    steps = int(total_steps(trainer))
     rows = training_rows(trainer)
     size, length = rows.batch_size, rows.count
     batches = float(trainer.num_training_batches)
@@ -320,6 +320,8 @@ def _evaluations(trainer: pl.Trainer, module: ChainModel) -> int | None:
     epochs = math.nan
     if math.isfinite(batches) and batches > 0:
         epochs = steps / max(math.ceil(batches / trainer.accumulate_grad_batches), 1)
+        if trainer.max_steps < 0 and trainer.max_epochs is not None:
+            epochs = trainer.max_epochs  # whose steps may differ in number
         if length is not None:
             data = round(epochs * min(length, batches * size * ranks))  # the last batch may be smaller
     for callback in declared(trainer):

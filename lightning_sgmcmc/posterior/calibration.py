@@ -16,7 +16,9 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.execution import dtype_of
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.diagnostics import decisions
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
+from lightning_sgmcmc.likelihoods.base import COVERAGE_LEVELS, COVERAGES
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import as_plain, check_known, from_plain
@@ -231,6 +233,30 @@ def predictions_with_targets(
             )
     if not found:
         raise ValueError(f"{what} needs calibration data, and the loader has none: pass a loader with some batches")
+
+
+def calibrated_metrics(posterior: Any, model: EnergyModel, found: Evaluation, batches: list[Any]) -> dict[str, float]:
+    """Return the metrics of calibrated predictions: those of class probabilities, or the coverage of intervals."""
+    likelihood, target, calibration = model.likelihood, found.target, posterior.calibration
+    if likelihood is None or target is None or found.average is None:
+        return {}
+    terms = found.average.terms
+    prediction = likelihood.prediction(terms, None)
+    if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
+        prediction = calibration.applied(prediction)
+        probabilities, labels = likelihood.scored(prediction, target)
+        if isinstance(prediction, MultiLabelPrediction):
+            probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
+        own = dict(terms) | {likelihood.per_sample_term: prediction.probabilities}
+        metrics = likelihood.metrics(own, torch.full((len(target),), torch.nan), target, 1.0)
+        nll = decisions.class_nll(probabilities, labels) * len(labels) / len(target)  # of an example's labels together
+        return {name: float(value) for name, value in metrics.items()} | {"nll": nll}
+    inside: dict[str, list[Tensor]] = {name: [] for name in COVERAGES}
+    for one, numbers in predictions_with_targets(posterior, model, batches, "evaluate"):
+        for name, level in zip(COVERAGES, COVERAGE_LEVELS, strict=True):
+            low, high = one.interval(level)
+            inside[name].append(((numbers >= low) & (numbers <= high))[~numbers.isnan()])
+    return {name: float(torch.cat(each).float().mean()) for name, each in inside.items()}
 
 
 def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:

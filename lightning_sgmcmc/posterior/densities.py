@@ -17,7 +17,7 @@ from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import batches_of, tensors_of
+from lightning_sgmcmc.posterior.calibration import batches_of, calibrated_metrics, tensors_of
 from lightning_sgmcmc.posterior.predictive import states_in_place
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.seeding import derive_seed
@@ -113,17 +113,16 @@ def _inputs(model: EnergyModel, densities: Densities) -> Tensor:
 
 
 def evaluate_samples(
-    model: EnergyModel,
-    store: SampleStore,
-    log_weights: Sequence[float],
-    data: Any,
-    metrics: Mapping[str, Callable[..., Any]] | None,
-    group: Any,
+    posterior: Any, model: EnergyModel, data: Any, metrics: Mapping[str, Callable[..., Any]] | None, group: Any
 ) -> Evaluation:
     """Return the metrics of samples and of their average; see `Posterior.evaluate`."""
     user = UserMetrics(metrics)
     user.check(model)
-    batches = tensors_of(batches_of(data, store.columns, "evaluate"), model, store)
+    store, log_weights = posterior.store, posterior.log_weights.tolist()
+    given = batches_of(data, store.columns, "evaluate")
+    if posterior.calibration is not None:
+        given = list(given)  # read twice
+    batches = tensors_of(given, model, store)
     scaling, average = store.scaling or TargetScaling(), LoaderAverage("uniform", user)
     observed: Tensor | None = None
     with evaluation_mode(model):
@@ -138,6 +137,8 @@ def evaluate_samples(
     evaluation = average.evaluation
     if group is not None and observed is not None:
         evaluation.groups = group_metrics(model, evaluation, scaling, user, _labels(group, observed))
+    if posterior.calibration is not None:
+        evaluation.calibrated = calibrated_metrics(posterior, model, evaluation, given)
     return evaluation
 
 

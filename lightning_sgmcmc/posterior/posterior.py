@@ -97,6 +97,7 @@ class Posterior(Decisions):
         """
         if model is not None and net is not None:
             raise ValueError("model already contains a network: pass either model=… or net=…")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
         path = pulled(str(path)) if str(path).startswith(SCHEME) else path
@@ -381,7 +382,8 @@ class Posterior(Decisions):
     ) -> Evaluation:
         """Return the metrics of the average and of single samples on any data with targets, and of guessing.
 
-        They are those that `trainer.test` computes, in the data's units, without a calibration.
+        They are those that `trainer.test` computes, in the data's units, without a calibration. After `calibrate`,
+        `calibrated` of the result has those of the calibrated predictions.
 
         Args:
             data: data with targets: a loader that does not shuffle, a list of batches as in training, or a datamodule,
@@ -403,7 +405,7 @@ class Posterior(Decisions):
             found = posterior.evaluate([batch], group=["old"] * 10 + ["new"] * 10)
             found.bma["nll"], found.guessing["nll"], found.groups["old"]["accuracy"]
         """
-        return evaluate_samples(self._ready_model(), self.store, self.log_weights.tolist(), data, metrics, group)
+        return evaluate_samples(self, self._ready_model(), data, metrics, group)
 
     def calibrate(self, data: Any, save: bool = False) -> "Posterior":
         """Return this posterior with calibrated predictions, by one number that minimizes the NLL of validation data.

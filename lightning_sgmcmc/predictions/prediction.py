@@ -185,6 +185,8 @@ class Prediction:
 
     @staticmethod
     def _checked_quantile(q: float) -> float:
+        if torch.as_tensor(q).dim():
+            raise TypeError(f"q must be one number, got a {type(q).__name__} of several: call quantile for each")
         if not 0 < q < 1:
             raise ValueError(f"q must be in (0, 1), got {q}: 0.5 is the median")
         return q

@@ -87,7 +87,8 @@ class FeatureDataModule(ArrayDataModule):
                 "data of a StreamDataModule arrive during the run, so nothing is computed once: fit without"
             )
         check_number("max_gb", max_gb, optional=False)
-        size = getattr(data, "batch_size", None) if batch_size is None else batch_size
+        known = getattr(data, "batch_size", None) or getattr(getattr(data, "hparams", None), "batch_size", None)
+        size = known if batch_size is None else batch_size
         if size is None:
             raise ValueError(f"{type(data).__name__} does not say its batch_size: pass batch_size=…")
         ours = isinstance(data, ArrayDataModule | DatasetDataModule)

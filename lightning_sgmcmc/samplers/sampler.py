@@ -582,7 +582,9 @@ class Sampler(UpdateRule):
         own: dict[str, Any] = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
         own["held"] = self.held
         made_by = (self.num_chains, noise.seed, noise.first_chain, noise.ahead, noise.draws)
-        return super().__getstate__() | own | {"noise": (made_by, noise.state_dict(self.step_count))}
+        saved = noise.state_dict(self.step_count)
+        saved = saved | {"generators": [state.numpy() for state in saved["generators"]]}  # not memory that ends here
+        return super().__getstate__() | own | {"noise": (made_by, saved)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         made_by, noise_state = state.pop("noise", (None, None))
@@ -590,4 +592,5 @@ class Sampler(UpdateRule):
         if made_by is not None:  # a copy, not torch's own use of this method in load_state_dict
             self._noise = ChainNoise([p for group in self.param_groups for p in group["params"]], *made_by)
             self._noise.held = self.held
-            self._noise.load_state_dict(noise_state)
+            states = [torch.from_numpy(state) for state in noise_state["generators"]]
+            self._noise.load_state_dict(noise_state | {"generators": states})

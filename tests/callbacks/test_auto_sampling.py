@@ -1,5 +1,6 @@
 """AutoSampling: that its choices have the right direction, are repeated by their YAML, and reach the stored samples."""
 
+import csv
 import json
 import math
 import subprocess
@@ -255,6 +256,23 @@ def test_chains_have_scales_of_their_own() -> None:
         assert float(last.scales["net.0.weight"]) == pytest.approx(auto.chosen[chain][-1][1], rel=1e-4)
 
 
+def test_what_is_logged_at_the_end_is_of_the_weighted_samples(tmp_path: Path) -> None:
+    """A search over settings reads `trainer.callback_metrics`, and a page of runs the loggers: both have its NLL."""
+    module, (train, val) = classifier(), loaders(0.3)
+    logger = CSVLogger(tmp_path)
+    callbacks = [AutoSampling(num_draws=10), SampleCollector(in_memory=True), BayesianModelAverage()]
+    trainer = quiet_trainer(max_epochs=10, callbacks=callbacks, logger=logger, log_every_n_steps=1)
+    trainer.fit(module, train, val)
+    logger.save()
+    assert module.posterior is not None
+    assert module.posterior.weight_efficiency < 0.99
+    found = module.posterior.evaluate(val).bma["nll"]
+    assert float(trainer.callback_metrics["val/bma_nll"]) == pytest.approx(found, rel=1e-5)
+    with open(tmp_path / "lightning_logs/version_0/metrics.csv") as file:
+        logged = [row["val/bma_nll"] for row in csv.DictReader(file) if row["val/bma_nll"]]
+    assert float(logged[-1]) == pytest.approx(found, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_objective_ood_keeps_the_prior_and_even_weights() -> None:
     auto = AutoSampling(objective="ood", num_draws=20)
@@ -484,8 +502,9 @@ def test_given_scales_belong_to_the_chains_of_the_run() -> None:
 
 def test_a_run_too_short_for_its_draws_says_so() -> None:
     trainer = quiet_trainer(max_epochs=5, callbacks=[AutoSampling()])
-    with pytest.raises(ValueError, match="80 draws do not fit into the 16 steps"):
+    with pytest.raises(ValueError, match=r"fit into the 16 steps .*: train for 100 steps .*num_draws=16\)"):
         trainer.fit(classifier(), *loaders(0.1))
+    quiet_trainer(max_steps=100, callbacks=[AutoSampling()]).fit(classifier(), *loaders(0.1))
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, ChainStrategy, Gaussian, UnderdampedLangevin
-from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
+from lightning_sgmcmc.callbacks import EWSG, CyclicalSchedule, SampleCollector, SamplingSchedule
 from tests.support.problems import Stream
 from tests.support.recorders import Dump, Each
 from tests.support.trainers import quiet_trainer
@@ -122,3 +123,18 @@ def test_a_short_step_on_two_ranks_has_the_mean_of_both(tmp_path: Path, executio
             for chain in range(2):
                 own = batches(0)[part] + batches(1)[part]
                 torch.testing.assert_close(gradient[chain], truth(at_end, chain, own)[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_steps": 11}])
+def test_a_schedule_covers_the_steps_of_a_growing_accumulation(limit: dict[str, int]) -> None:
+    """Two epochs of five steps and two of three: the last draw is that of the last step."""
+    growing = pl.callbacks.GradientAccumulationScheduler({0: 1, 2: 2})
+    cycle = CyclicalSchedule(num_cycles=1, samples_per_cycle=2)
+    trainer = quiet_trainer(**({"max_epochs": 4} | limit), callbacks=[growing, cycle, SampleCollector(in_memory=True)])
+    module = Line(lr=1e-3)
+    trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
+    assert trainer.global_step == limit.get("max_steps", 16)
+    assert module.posterior is not None
+    assert [draw.step for draw in module.posterior][-1] == trainer.global_step
+    assert module.plan is not None
+    assert module.plan.steps == trainer.global_step

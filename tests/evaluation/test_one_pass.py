@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, MCDropout, SampleCollector
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, CyclicalSchedule, MCDropout, SampleCollector
 from lightning_sgmcmc.chains import execution
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation import scoring
@@ -106,3 +107,20 @@ def test_a_sample_that_no_drawing_has_is_evaluated_alone() -> None:
     found = [scores.of(sample, score) for sample in (*samples[:2], samples[4], samples[3])]
     assert asked == [[0, 1, 2], [4], [3]]
     assert [int(own.on_loaders[0][1]) for own in found] == [0, 1, 4, 3]
+
+
+def test_a_drawn_sample_is_evaluated_once_for_all_callbacks() -> None:
+    """AutoSampling and the average read the same scores; at the end the weighted average takes one pass more."""
+
+    def fit(*callbacks: pl.Callback) -> tuple[Posterior, int]:
+        torch.manual_seed(0)
+        module, datamodule = Net(), CountedData()
+        own = [AutoSampling(num_draws=6), SampleCollector(in_memory=True), *callbacks]
+        quiet_trainer(max_steps=12, num_sanity_val_steps=0, callbacks=own).fit(module, datamodule=datamodule)
+        assert module.posterior is not None
+        return module.posterior, datamodule.validation.passes
+
+    (alone, passes), (both, of_both) = fit(), fit(BayesianModelAverage())
+    assert of_both == passes + 1
+    assert torch.equal(both.weights, alone.weights)
+    assert not torch.equal(alone.weights, alone.weights.mean().expand(6))

@@ -247,7 +247,7 @@ def test_a_datamodule_of_the_other_namespace() -> None:
         (
             {"gradient_clip_val": 1.0},
             [],
-            r"gradient_clip_val=1.0 bounds the drift of the chain: .* biased",
+            r"gradient_clip_val=1.0 bounds the drift of the chain: .* biased\. Raise it until few",
         ),
         ({"limit_train_batches": 2}, [], "Only the first 2 of 3 batches are used, in the same order every epoch"),
         (

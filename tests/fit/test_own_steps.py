@@ -1,5 +1,6 @@
 """What users do beside a sampling fit: a `predict_step` of their own, example inputs, Fabric, other checkpoints."""
 
+import warnings
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical
-from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from tests.support.problems import CLASSES, Data, Net, network
 from tests.support.trainers import quiet_trainer
 
@@ -26,6 +27,38 @@ def inputs() -> Tensor:
     data = Data()
     data.setup("fit")
     return data.splits[0].inputs
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+class OwnTest(Net):
+    """Logs a metric of its own network."""
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+
+def test_an_own_test_step_with_samples_of_the_disk_says_whose_weights_it_takes(tmp_path: Path) -> None:
+    """A new program's network is as it was constructed, so its metric is far from that of the samples."""
+
+    def told(module: BayesianModule, **options: Any) -> list[str]:
+        callbacks = [SampleCollector(tmp_path / "samples"), BayesianModelAverage()]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer(callbacks=callbacks).test(module, datamodule=Data(), verbose=False, **options)
+        return [str(one.message) for one in caught if "constructed with" in str(one.message)]
+
+    module, callbacks = OwnTest(), [SamplingSchedule(every_n_steps=2), SampleCollector(tmp_path / "samples")]
+    trainer = quiet_trainer(max_steps=4, callbacks=callbacks)
+    trainer.fit(module, datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    (message,) = told(OwnTest())
+    assert message.startswith("OwnTest.test_step evaluates the weights that OwnTest was constructed with")
+    assert told(OwnTest(), ckpt_path=tmp_path / "last.ckpt") == []
+    loaded = OwnTest()
+    loaded.load_state_dict(module.state_dict())
+    assert [told(module), told(loaded), told(Net())] == [[], [], []]
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -212,5 +245,23 @@ def test_a_plain_checkpoint_names_how_to_start_from_it(chains: int, tmp_path: Pa
     module = fit(chain_start=[path] * chains)
     with module.at_chain(chains - 1):
         torch.testing.assert_close(module.net[0].weight, torch.load(path)["state_dict"]["net.0.weight"])
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(ValueError, match=r"has weights alone .*chain_start=.*load_from_checkpoint"):
+        fit(path)
     loaded = BayesianModule.load_from_checkpoint(path, net=network(), likelihood=Categorical())
     torch.testing.assert_close(loaded.net[0].weight, torch.load(path)["state_dict"]["net.0.weight"])
+
+
+def test_weights_alone_move_no_samples_aside(tmp_path: Path) -> None:
+    """A fit that cannot continue from its checkpoint leaves the folder as it is."""
+    callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "samples")]
+    trainer = quiet_trainer(max_steps=2, callbacks=callbacks)
+    trainer.fit(Net(), datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    before = sorted(tmp_path.rglob("*"))
+    again = quiet_trainer(
+        max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "samples")]
+    )
+    with pytest.raises(ValueError, match="has weights alone"):
+        again.fit(Net(), datamodule=Data(), ckpt_path=tmp_path / "weights.ckpt")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,6 +1,10 @@
 """A fit leaves a process's default generators where plain Lightning leaves them."""
 
+import gc
+import io
 import random
+import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,9 @@ from torch.utils.data import SubsetRandomSampler, TensorDataset, WeightedRandomS
 
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Gaussian
 from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.tune import propose_lr
+from tests.support.problems import Data, Net
 from tests.support.random_runs import (
     DATA,
     Fails,
@@ -152,3 +158,30 @@ def test_a_sampler_that_drops_the_seed_is_refused() -> None:
 
     with pytest.raises(ValueError, match="made a sampler with seed 0, and this fit's is 7: pass the keyword"):
         fit(linear(sampler=factory, seed=7))
+
+
+class _Spawning(ForkingPickler):
+    """Pickles as a spawn launcher does, and keeps where each tensor is."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.tensors: list[weakref.ref[Tensor]] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(weakref.ref(value))
+        return NotImplemented
+
+
+def test_a_trainer_that_has_fitted_passes_on_no_tensor_that_ends_with_its_pickle() -> None:
+    """A datamodule has its trainer, which a later spawn pickles, and such memory is closed before it is read."""
+    module, callbacks = Net(), [SamplingSchedule(every_n_steps=1), SampleCollector(in_memory=True)]
+    trainer = quiet_trainer(max_steps=2, callbacks=callbacks, accelerator="cpu")
+    trainer.fit(module, datamodule=Data())
+    pickler = _Spawning()
+    pickler.dump(trainer)
+    tensors = pickler.tensors
+    del pickler
+    gc.collect()
+    assert len(tensors) > 4
+    assert all(one() is not None for one in tensors)

@@ -66,8 +66,8 @@ def test_a_fit_that_ends_without_a_sample_says_so() -> None:
     assert samples_drawn(trainer) == 0
     assert messages == [
         "The fit ended without a posterior sample: EarlyStopping(monitor='val/nll') ended it after step 8, and "
-        "CyclicalSchedule draws the first one after step 27; let the run last longer, or make the cycles or the "
-        "burn-in shorter."
+        "CyclicalSchedule draws the first one after step 27; let the run last longer, or set a smaller "
+        "max_epochs or a shorter burn-in."
     ]
     _, messages = said(max_epochs=10, max_time={"milliseconds": 1}, callbacks=[SamplingSchedule(every_n_epochs=5)])
     assert len(messages) == 1

@@ -301,6 +301,10 @@ def test_what_is_refused() -> None:
         prediction.interval(90)
     with pytest.raises(ValueError, match=r"q must be in \(0, 1\), got 0"):
         prediction.quantile(0)
+    several: Any
+    for several in ([0.1, 0.9], torch.tensor([0.1, 0.9])):
+        with pytest.raises(TypeError, match="q must be one number"):
+            prediction.quantile(several)
     with pytest.raises(ValueError, match="num must be at least 1, got 0"):
         prediction.sample(0)
     with pytest.raises(ValueError, match="y should have shape"):

@@ -74,3 +74,30 @@ def test_it_is_the_test_of_a_trainer_in_the_datas_units() -> None:
     for label, values in by_frame.groups.items():
         own = errors[(group.astype(str) == label).to_numpy()]
         assert values["rmse"] == pytest.approx(np.sqrt(np.nanmean(own**2)), rel=1e-4)
+
+
+def test_a_calibrated_posterior_has_the_metrics_of_its_predictions() -> None:
+    """By scikit-learn on its own probabilities; a regression's by its own intervals."""
+    torch.manual_seed(0)
+    sharp = [nn.Linear(3, 2) for _ in range(3)]
+    for net in sharp:
+        nn.init.normal_(net.weight, std=8.0)
+    raw = Posterior.from_states(nn.Linear(3, 2), sharp, Categorical())
+    calibrated = raw.calibrate([(x[:30], y[:30])])
+    found = calibrated.evaluate(iter([(x[30:], y[30:])]))
+    probabilities = calibrated.predict(x[30:]).probabilities
+    assert found.calibrated["nll"] == pytest.approx(log_loss(y[30:], probabilities.double()), rel=1e-5)
+    assert found.calibrated["nll"] < 0.9 * found.bma["nll"]
+    assert found.calibrated["brier"] == pytest.approx(
+        float((probabilities - nn.functional.one_hot(y[30:])).square().sum(1).mean()), rel=1e-5
+    )
+    assert found.bma == raw.evaluate([(x[30:], y[30:])]).bma
+    assert f"calibrated {found.calibrated['nll']:.4g}" in repr(found)
+    assert "calibrated average" in found._repr_html_()
+
+    targets = torch.randn(61, 2, generator=GENERATOR)
+    lines = Posterior.from_states(nn.Linear(3, 2), [nn.Linear(3, 2)], Gaussian(std=0.2)).calibrate([(x, targets)])
+    low, high = lines.predict(x).interval(0.9)
+    inside = ((targets >= low) & (targets <= high)).double().mean()
+    assert lines.evaluate([(x, targets)]).calibrated["coverage_90"] == pytest.approx(float(inside))
+    assert float(inside) > lines.evaluate([(x, targets)]).bma["coverage_90"] + 0.2

@@ -176,6 +176,13 @@ def test_torchvision_models_come_back_with_their_changes(tmp_path: Path) -> None
         build(hostile)
 
 
+def test_a_compiled_module_is_the_module(tmp_path: Path) -> None:
+    posterior = fit(tmp_path / "s", small_run.module())
+    x = torch.zeros(1, 2)
+    loaded = Posterior.load(tmp_path / "s", model=torch.compile(small_run.module(), backend="eager"))
+    assert torch.equal(loaded.predict(x).probabilities, posterior.predict(x).probabilities)
+
+
 def test_a_class_of_the_running_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Script(nn.Linear):
         pass

@@ -93,6 +93,9 @@ def test_what_cannot_be_computed_once() -> None:
         FeatureDataModule(module(), torch.randn(5, 5))
     with pytest.raises(ValueError, match=r"list does not say its batch_size: pass batch_size"):
         FeatureDataModule(module(), [(torch.randn(5, 5), torch.zeros(5).long())])
+    saved = pl.LightningDataModule()
+    saved.save_hyperparameters({"batch_size": 7})
+    assert FeatureDataModule(module(), saved).batch_size == 7
     with pytest.raises(ValueError, match=r"val and test are for loaders"):
         FeatureDataModule(module(), table(), val=[])
     for model, data, message in (
