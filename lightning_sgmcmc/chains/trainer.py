@@ -65,7 +65,7 @@ def fit_steps(trainer: pl.Trainer) -> float:
 
 def total_steps(trainer: pl.Trainer) -> float:
     """Return the optimizer steps of all the trainer's epochs, infinite if unknown."""
-    steps = float(trainer.estimated_stepping_batches)
+    steps: float = trainer.estimated_stepping_batches
     if steps < 0:  # epochs of a loader without length
         return math.inf
     batches, epochs = float(trainer.num_training_batches), trainer.max_epochs
