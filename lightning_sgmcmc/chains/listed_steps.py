@@ -37,16 +37,41 @@ class ListedSteps(RowSteps):
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), the only ones that
         are computed. If one of these is not finite, or a number of the last state, no step is made, and it returns
         None; a gradient that is not finite leaves such a state."""
-        flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
+        flat, sampler = self._flat, self._sampler
         of_steps = [*zip(weights.unbind(), *(part.unbind() for part in batches), strict=True)]
         kept = [flat.values, self._inverse, *self._others.values(), *([] if variate is None else variate.tensors)]
         parts = self._operations(kept, of_steps[0], structure, axis, variate)
         if last is not None:
             self._check_last(batches, structure, axis, weights, last)
-        steady, seen = parts.before(*kept), max(0, len(of_steps) - 2)
+        steady = parts.before(*kept)
         if first is not None:
             check_alike(parts.after(*steady, *of_steps[0])[1][:2], first)
-        restore, stand_in, count_before = self._restoring(), sampler.stand_in, sampler.step_count
+        restore, count_before = self._restoring(), sampler.step_count
+        try:
+            found = self._made(parts, steady, of_steps, noise, controls)
+        except BaseException:
+            restore(None)
+            raise
+        finally:
+            sampler.step_count = count_before
+        numbers = torch.stack(found)
+        is_finite = bool(numbers.isfinite().all() & flat.values.isfinite().all())
+        restore(CONTROLS[:2] if is_finite else None)  # a callback may have changed the controls of these steps
+        if variate is not None and is_finite:
+            variate.end(len(of_steps))
+        return numbers[[0, -1]] if is_finite else None
+
+    def _made(
+        self,
+        parts: Parts,
+        steady: Sequence[Tensor],
+        of_steps: Sequence[tuple[Tensor, ...]],
+        noise: Tensor | None,
+        controls: Sequence[Controls],
+    ) -> list[Tensor]:
+        """Make steps, and return the energies of the last two."""
+        flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
+        stand_in, seen = sampler.stand_in, len(of_steps) - 2
         found = []
         for step, given in enumerate(of_steps):
             if step < seen:
@@ -67,13 +92,7 @@ class ListedSteps(RowSteps):
                 drawn = None if noise is None else _noise_of(noise[step], start, stop, flat.values.shape[1])
                 sampler.update(group, [part.values], [gradient[:, start:stop]], drawn)
                 start = stop
-        sampler.step_count = count_before
-        numbers = torch.stack(found)
-        is_finite = bool(numbers.isfinite().all() & flat.values.isfinite().all())
-        restore(CONTROLS[:2] if is_finite else None)  # a callback may have changed the controls of these steps
-        if variate is not None and is_finite:
-            variate.end(len(of_steps))
-        return numbers[[0, -1]] if is_finite else None
+        return found
 
     def _restoring(self) -> Callable[[Sequence[str] | None], None]:
         """Return a function that restores the present state, or some options of the groups alone."""

@@ -418,9 +418,10 @@ class StepBlocks:
             how = "compiled" if self._compiles_now else "listed"
             self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
             rank_zero_info(f"The steps are not {how}: {error}.")
-        if found is None:
-            sampler.noise_states(states)
-        elif self._compiles_now:
+        finally:
+            if found is None:
+                sampler.noise_states(states)
+        if found is not None and self._compiles_now:
             self._counters.compiled_steps += sum(len(own.factors) for own in segments)
         return found
 

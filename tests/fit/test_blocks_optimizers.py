@@ -111,3 +111,41 @@ def test_a_step_that_is_not_finite_is_found(chains: int, monkeypatch: pytest.Mon
     assert count == without == 15 * 7 + 3
     for own, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizes", [False, True])
+def test_steps_that_an_error_cuts_short_are_not_made(optimizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that fails in its middle leaves parameters, momenta and optimizers as its first step found them."""
+
+    class StoppedError(Exception):
+        pass
+
+    before: list[Any] = []
+    run, made = ListedSteps.run, ListedSteps._made
+
+    def state_of(steps: Any) -> list[torch.Tensor]:
+        sampler = steps._sampler
+        held = [t for state in sampler.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        own = (
+            []
+            if sampler.stand_in is None
+            else [t for s in sampler.stand_in.state_dict(1)["state"].values() for t in s.values()]
+        )
+        return [t.clone() for t in (steps._flat.values, *held, *own)]
+
+    def cut(self: Any, parts: Any, steady: Any, of_steps: Any, *others: Any) -> Any:
+        made(self, parts, steady, of_steps[: len(of_steps) // 2], *others)
+        raise StoppedError
+
+    def spoiled(self: Any, *given: Any) -> Any:
+        before.append((self, state_of(self)))
+        return run(self, *given)
+
+    monkeypatch.setattr(ListedSteps, "_made", cut)
+    monkeypatch.setattr(ListedSteps, "run", spoiled)
+    module = BayesianModule(network(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
+    schedule = DeepEnsemble(optimizer=AdamW) if optimizes else SamplingSchedule(burn_in_epochs=2, every_n_steps=50)
+    with pytest.raises(StoppedError):
+        Run("traced", monkeypatch, schedule, module=module, epochs=30)
+    steps, expected = before[0]
+    assert all(torch.equal(a, b) for a, b in zip(state_of(steps)[: len(expected)], expected, strict=False))
