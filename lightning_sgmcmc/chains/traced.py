@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Energies = tuple[Tensor, ...]
 MOST_FORMS = 8
-"""Forms of batches that are traced; each takes part of a second."""
+"""Forms of batches that are traced; each takes some hundredths of a second."""
 
 
 class NotTraceableError(Exception):

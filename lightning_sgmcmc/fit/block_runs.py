@@ -31,7 +31,7 @@ WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
 callback."""
 FEWEST = 1_000
-"""Steps of a run, times its chains, from which blocks save more than the second in which one is traced."""
+"""Steps of a run, times its chains, from which it has blocks."""
 
 
 OF_A_STEP = (

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.ops import MLP
 
 from lightning_sgmcmc import (
@@ -25,8 +25,6 @@ from lightning_sgmcmc import (
     ContourRules,
     Gaussian,
     HierarchicalPrior,
-    NonFiniteEnergyError,
-    ResumableLoader,
     ScaleAdaptedSGHMC,
     pSGHMC,
     pSGLD,
@@ -46,7 +44,7 @@ from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.schedule import Schedule
 from lightning_sgmcmc.compiling import has_compiler
-from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, TensorBatches
+from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule
 from lightning_sgmcmc.fit import block_runs, passes
 from lightning_sgmcmc.fit.passes import HiddenEpochs
 
@@ -572,161 +570,3 @@ def test_a_run_ends_with_the_step_that_says_so(monkeypatch: pytest.MonkeyPatch) 
     run = Run("traced", monkeypatch, Stops())
     assert run.hidden > 0
     assert run.trainer.global_step == 17
-
-
-# -- what cannot be in a block -----------------------------------------------------------------------------------------
-
-
-class Calls(nn.Module):
-    """A network that counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-        self.calls = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
-        return self.net(inputs)  # type: ignore[no-any-return]
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(nn.functional.dropout(inputs, 0.1, self.training))  # type: ignore[no-any-return]
-
-
-class Annealed(BayesianModule):
-    def log_likelihood(self, batch: Any) -> Tensor:
-        return super().log_likelihood(batch) * min(1.0, (1 + self.trainer.current_epoch) / 5)
-
-
-FACTOR = [1.0]
-
-
-class Elsewhere(BayesianModule):
-    """An energy that depends on what no tensor shows."""
-
-    def log_likelihood(self, batch: Any) -> Tensor:
-        return super().log_likelihood(batch) * FACTOR[0]
-
-    def on_train_epoch_start(self) -> None:
-        FACTOR[0] = 1.0 + 0.1 * self.trainer.current_epoch
-
-
-@pytest.mark.parametrize(
-    ("form", "chains"), [("traced", 2), ("traced", 1), pytest.param("compiled", 2, marks=needs_compiler)]
-)
-@pytest.mark.parametrize("kind", [Calls, Noisy, Annealed, Elsewhere])
-def test_more_than_tensor_operations(form: str, chains: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(form: str | None) -> Run:
-        FACTOR[0] = 1.0
-        if issubclass(kind, BayesianModule):
-            return Run(form, monkeypatch, module=kind(network(), Gaussian(0.3), lr=1e-3, num_chains=chains, seed=3))
-        return Run(form, monkeypatch, module=BayesianModule(kind(), Gaussian(0.3), lr=1e-3, num_chains=chains, seed=3))
-
-    run(form).check_like(run(None))
-
-
-@pytest.mark.parametrize("form", BOTH)
-def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.randn(2_000, 3, generator=torch.Generator().manual_seed(5))
-    targets = rows[:, :1].sin()
-    step = 80
-    targets[ResumableLoader(TensorDataset(rows), 20, seed=3).order_of(0).indices(step - 1)[0]] = 1e30
-
-    def failure(form: str | None) -> NonFiniteEnergyError:
-        module = BayesianModule(network(), Gaussian(0.3), lr=1e-4, num_chains=2, shared_batch=True, seed=3)
-        data = DatasetDataModule(TensorDataset(rows, targets), batch_size=20)
-        with pytest.raises(NonFiniteEnergyError) as caught:
-            Run(form, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=1000), module=module, data=data)
-        return caught.value
-
-    found, wanted = failure(form), failure(None)
-    assert found.step == wanted.step == step
-    assert str(found) == str(wanted)
-
-
-@pytest.mark.parametrize("form", BOTH)
-def test_steps_of_several_epochs_are_made_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last batch of each is short; the samples and all counts are those of Lightning's own loop."""
-    lengths = counted(STEPS[form], monkeypatch)
-    runs = [
-        Run(each, monkeypatch, SamplingSchedule(burn_in_steps=0, every_n_steps=70), chains=1, epochs=70)
-        for each in (form, None)
-    ]
-    runs[0].check_like(runs[1])
-    assert max(lengths) > 5 * runs[0].trainer.num_training_batches
-
-
-@pytest.mark.parametrize("form", BOTH)
-def test_a_run_that_diverges_in_such_steps_stops_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The energy overflows in a late epoch, by a step size that is too large."""
-
-    def failure(form: str | None) -> NonFiniteEnergyError:
-        torch.manual_seed(0)
-        module = BayesianModule(nn.Linear(3, 1), Gaussian(0.3), sampler=SGLD, lr=0.2, seed=3)
-        schedule = SamplingSchedule(burn_in_steps=0, every_n_steps=1000)
-        with pytest.raises(NonFiniteEnergyError) as caught:
-            Run(form, monkeypatch, schedule, module=module, epochs=400)
-        return caught.value
-
-    found, wanted = failure(form), failure(None)
-    assert found.step == wanted.step > 100
-    assert str(found) == str(wanted)
-
-
-class Rows(Dataset[Any]):
-    """Rows with a name, and inputs of a length that changes from batch to batch."""
-
-    def __init__(self, named: bool) -> None:
-        self.named = named
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        if self.named:
-            return {"inputs": x[index], "name": str(index)}, y[index]
-        return x[index].repeat(1 + index // 5), y[index]
-
-
-class Averaged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, inputs: Tensor, name: Any = None) -> Tensor:
-        return self.net(inputs.unflatten(-1, (-1, 3)).mean(-2))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_batches_that_are_not_tensors_of_few_shapes(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(form: str | None) -> Run:
-        module = BayesianModule(Averaged(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
-        return Run(form, monkeypatch, module=module, data=DataLoader(Rows(named), batch_size=5))
-
-    run("traced").check_like(run(None))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_data_that_grow(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Growing(TensorBatches):
-        """Ten more rows at each epoch."""
-
-    class Grows(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            seen = 60 + 10 * trainer.current_epoch
-            trainer.datamodule.train.tensors = x[:seen], y[:seen]  # type: ignore[attr-defined]
-
-    def run(form: str | None) -> Run:
-        data = DatasetDataModule(Growing(x[:60], y[:60]), batch_size=10)
-        return Run(form, monkeypatch, Grows(), data=data, epochs=8, sampler=SGLD)
-
-    monkeypatch.setattr("lightning_sgmcmc.fit.blocks.LAST", 1)
-    with_blocks, without = run(form), run(None)
-    assert with_blocks.compiled > 0 or form == "traced"
-    with_blocks.check_like(without)

@@ -25,7 +25,8 @@ from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.contour import ContourRules
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
-from tests.fit.test_blocks import BOTH, DATA, FORMS, Noisy, Run, counted, needs_compiler, network, x, y
+from tests.fit.test_blocks import BOTH, DATA, FORMS, Run, counted, needs_compiler, network, x, y
+from tests.fit.test_blocks_limits import Noisy
 
 
 def data() -> DatasetDataModule:
