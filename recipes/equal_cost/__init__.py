@@ -2,9 +2,10 @@
 
 Digits, 6,000 images of MNIST, three tables for classification (german, pima, covertype) and five for regression
 (energy, concrete, kin8nm, power, bikes), with an MLP; Digits and MNIST also with a small CNN; 5,000 images of CIFAR-10
-at 16×16 (cifar_16), or 8,000 at 32×32 (cifar_32, for a GPU or patience), with a residual network and augmentation; text
-messages (sms) with averaged embeddings of their words. `bikes` is split by time: its test data are the last fifth of
-two years, after the validation data, which are after the training data.
+at 16×16 (cifar_16; cifar_16_long has three times the epochs), or 8,000 at 32×32 (cifar_32_small; cifar_32 has a larger
+network, for a GPU or patience), with a residual network and augmentation; text messages (sms) with averaged embeddings
+of their words. `bikes` is split by time: its test data are the last fifth of two years, after the validation data,
+which are after the training data.
 
 Every method makes the gradient evaluations of one network in a given number of epochs, counted in examples, over all
 its chains: four members of an ensemble have a quarter each, two of `ensemble_2` a half. `ensemble_4x` makes four times
@@ -18,10 +19,10 @@ metrics, cost, and paired differences from `ensemble` and from `ensemble_tuned`,
 seeds and test data. It ends with sentences on where `auto` wins and loses.
 
 Quick is one seed on two data sets (`python -m recipes equal_cost --data-root DIR`), full eight seeds on all but
-mnist_cnn and cifar_32, which `--set chosen_sets=[mnist_cnn]` runs. On cifar_16, sms and bikes it has three seeds of the
-main methods. CIFAR-10 is read as `CIFAR10DataModule` does, at most as many images as the settings say; the UCI sets SMS
-Spam Collection (`sms_spam/SMSSpamCollection`) and Bike Sharing (`bike_sharing/hour.csv`), both CC BY 4.0, from their
-original files.
+mnist_cnn, cifar_16_long and those at 32×32, which `--set chosen_sets=[mnist_cnn]` runs. On cifar_16, sms and bikes it
+has three seeds of the main methods. CIFAR-10 is read as `CIFAR10DataModule` does, at most as many images as the
+settings say; the UCI sets SMS Spam Collection (`sms_spam/SMSSpamCollection`) and Bike Sharing
+(`bike_sharing/hour.csv`), both CC BY 4.0, from their original files.
 """
 
 import time
