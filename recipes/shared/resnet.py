@@ -6,10 +6,18 @@ import torch
 from torch import Tensor, nn
 
 
-class _Block(nn.Module):
+class _Sized(nn.Module):
+    """A block that keeps its arguments, from which a sample store describes it."""
+
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.stride, self.padding = stride, outputs - inputs
+        self.inputs, self.outputs, self.stride = inputs, outputs, stride
+
+
+class _Block(_Sized):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__(inputs, outputs, stride)
+        self.padding = outputs - inputs
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
@@ -52,11 +60,11 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-class _ProjectedBlock(nn.Module):
+class _ProjectedBlock(_Sized):
     """A block whose shortcut is a 1×1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
+        super().__init__(inputs, outputs, stride)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
@@ -68,11 +76,11 @@ class _ProjectedBlock(nn.Module):
         return torch.relu(y + self.shortcut(x))
 
 
-class _Bottleneck(nn.Module):
+class _Bottleneck(_Sized):
     """Three convolutions, of which the first and the last are 1×1; a quarter of the outputs in between."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
+        super().__init__(inputs, outputs, stride)
         narrow = outputs // 4
         self.conv1 = nn.Conv2d(inputs, narrow, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(narrow)
@@ -88,11 +96,11 @@ class _Bottleneck(nn.Module):
         return torch.relu(y + self.shortcut(x))
 
 
-class _WideBlock(nn.Module):
+class _WideBlock(_Sized):
     """A block that normalises before each convolution (Zagoruyko & Komodakis 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
+        super().__init__(inputs, outputs, stride)
         self.norm1 = nn.BatchNorm2d(inputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
@@ -166,6 +174,7 @@ class FilterResponseNorm(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
+        self.channels = channels
         self.scale, self.shift, self.threshold = (nn.Parameter(torch.empty(channels, 1, 1)) for _ in range(3))
         self.reset_parameters()
 
@@ -185,11 +194,11 @@ def _filtered(inputs: int, outputs: int, stride: int = 1, size: int = 3) -> nn.S
     return nn.Sequential(nn.Conv2d(inputs, outputs, size, stride, padding=size // 2), FilterResponseNorm(outputs))
 
 
-class _FilteredBlock(nn.Module):
+class _FilteredBlock(_Sized):
     """A block with `FilterResponseNorm` and Swish, whose shortcut is a 1×1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
+        super().__init__(inputs, outputs, stride)
         self.first, self.second = _filtered(inputs, outputs, stride), _filtered(outputs, outputs)
         same = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if same else _filtered(inputs, outputs, stride, size=1)

@@ -1,12 +1,13 @@
 """Whether one run gives the probabilities of AutoSampling's "nll" and tells novelty as "ood" does, at equal cost.
 
-    python -m tests.benchmarks.both_objectives --root DIR [--seeds 3] [--sets digits,mnist,covertype] [--keep DIR]
+    python -m tests.benchmarks.both_objectives --root DIR [--seeds 3] [--first 0] [--sets digits,mnist] [--keep DIR]
 
 Each row is a data set of recipe `equal_cost` and a way to use its budget of gradients, a mean over seeds. `NLL` is of
 test data by the samples that predict. The other columns are AUROC of the mutual information, and of the entropy, of the
 samples that the row takes for uncertainty, and both effective sample sizes. Far novelty are letters (for covertype two
 held-out types, for other tables noise); near novelty are the test images after a quarter turn. `both 0.3` is
-`AutoSampling(objective="both")` with that share of the run at temperature 1. `--keep` stores the samples'
+`AutoSampling(objective="both")` with that share of the run at temperature 1. The last two columns are the mean
+difference from `auto` over seeds, of NLL and of AUROC far, each with its standard error. `--keep` stores the samples'
 probabilities, so that another score needs no fit.
 """
 
@@ -150,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--sets", default="digits,mnist,covertype")
     parser.add_argument("--fits", default=",".join(FITS))
     parser.add_argument("--keep", type=Path)
@@ -157,17 +159,23 @@ def main() -> None:
     measure_quietly()
     settings = read_settings(Settings, Options(out=chosen.root, data_root=chosen.root, full=True))
     columns = ("data", "uses", "NLL", "MI far", "entropy far", "MI near", "entropy near", "ESS predict", "ESS tell")
+    columns += ("NLL - auto's", "MI far - auto's")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     for data in chosen.sets.split(","):
         found: list[dict[str, list[float]]] = []
-        for seed in range(chosen.seeds):
+        for seed in range(chosen.first, chosen.first + chosen.seeds):
             problem = Problem(data, settings.sets[data], chosen.root, seed)
             problem.setup("fit")
             runs = {row: kept(row, problem, settings, chosen.keep) for row in chosen.fits.split(",")}
             found.append(rows(runs))
         for row in found[0]:
-            means = torch.tensor([one[row] for one in found]).double().mean(0).tolist()
+            numbers = torch.tensor([one[row] for one in found]).double()
+            means = numbers.mean(0).tolist()
             cells = [*(f"{value:.4f}" for value in means[:5]), *(f"{value:.0f}" for value in means[5:])]
+            if "auto" in found[0]:
+                apart = numbers[:, :2] - torch.tensor([one["auto"][:2] for one in found]).double()
+                errors = apart.std(0) / len(apart) ** 0.5
+                cells += [f"{m:+.4f} ± {e:.4f}" for m, e in zip(apart.mean(0), errors, strict=True)]
             print(f"| {data} | {row} | {' | '.join(cells).replace('nan', '')} |", flush=True)
 
 

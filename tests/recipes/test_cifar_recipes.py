@@ -282,3 +282,14 @@ def test_resnet18() -> None:
 
     assert sum(p.numel() for p in resnet18(10).parameters()) == 11_173_962
     assert resnet18(100, width=4)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+
+
+def test_a_store_describes_the_networks() -> None:
+    from lightning_sgmcmc.posterior.description import build, describe
+    from lightning_sgmcmc.recipes.shared.resnet import resnet18, resnet20_frn
+
+    for make in (*NETWORKS.values(), resnet18, resnet20_frn):
+        with torch.device("meta"):
+            made = make(10)
+            again = build(describe(made))
+        assert [p.shape for p in again.parameters()] == [p.shape for p in made.parameters()]
