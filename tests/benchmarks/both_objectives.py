@@ -6,9 +6,14 @@ Each row is a data set of recipe `equal_cost` and a way to use its budget of gra
 test data by the samples that predict. The other columns are AUROC of the mutual information, and of the entropy, of the
 samples that the row takes for uncertainty, and both effective sample sizes. Far novelty are letters (for covertype two
 held-out types, for other tables noise); near novelty are the test images after a quarter turn. `both 0.3` is
-`AutoSampling(objective="both")` with that share of the run at temperature 1. The last two columns are the mean
-difference from `auto` over seeds, of NLL and of AUROC far, each with its standard error. `--keep` stores the samples'
-probabilities, so that another score needs no fit.
+`AutoSampling(objective="both")` with that share of the run at temperature 1, `chains 4` the default objective with four
+chains from different starts, a quarter of the steps each. The last two columns are the mean difference from `auto` over
+seeds, of NLL and of AUROC far, each with its standard error. `--keep` stores the samples' probabilities, so that
+another score needs no fit.
+
+A rule that was fixed before seeds 10 to 17 of digits, mnist, covertype and digits_cnn were looked at, but for two of
+the last: "both" becomes the default for classes if on each of these, german and pima its mean NLL is at most .003 above
+`auto`'s, and its mean AUROC of the mutual information, far, is not below `auto`'s.
 """
 
 import argparse
@@ -47,7 +52,14 @@ class OfShare(AutoSampling):
 
 
 SHARES = (0.2, 0.3, 0.5)
-FITS = ("auto", "auto_ood", "ensemble", *(f"both {share}" for share in SHARES))
+CHAINS = (2, 4)
+FITS = (
+    "auto",
+    "auto_ood",
+    "ensemble",
+    *(f"both {share}" for share in SHARES),
+    *(f"chains {number}" for number in CHAINS),
+)
 
 
 def fit_of(row: str, problem: Problem, settings: Settings) -> Fit:
@@ -55,6 +67,10 @@ def fit_of(row: str, problem: Problem, settings: Settings) -> Fit:
     if row.startswith("both"):
         module = BayesianModule(net=problem.net(), likelihood=problem.likelihood())
         return Fit(module, [OfShare(float(row.split()[1]))], problem.steps, validates=True)
+    if row.startswith("chains"):
+        number = int(row.split()[1])
+        module = BayesianModule(net=problem.net(), likelihood=problem.likelihood(), num_chains=number)
+        return Fit(module, [AutoSampling(num_draws=80 // number)], problem.steps // number, validates=True)
     return METHODS[row](problem, setting_of(settings, problem.data_name, row))
 
 
@@ -135,10 +151,10 @@ def rows(runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     found = {}
     for name, run in runs.items():
         every = even(len(run["steps"]))
-        if name == "auto":
+        if name == "auto" or name.startswith("chains"):
             weights = weights_of(run)
-            found["auto"] = scores(run, weights, weights)
-            found["auto, uncertainty by even weights"] = scores(run, weights, every)
+            found[name] = scores(run, weights, weights)
+            found[f"{name}, uncertainty by even weights"] = scores(run, weights, every)
         elif name.startswith("both"):
             found[name] = scores(run, weights_of(run), even(len(run["hot test"])), "hot ")
         else:
