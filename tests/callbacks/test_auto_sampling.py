@@ -334,6 +334,20 @@ def test_each_uncertainty_is_of_its_own_samples(both: Path) -> None:
     torch.testing.assert_close(told, information[:20], atol=1e-5, rtol=0)
 
 
+def test_calibrated_predictions_of_many_inputs(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without each sample's distribution they have neither part of the uncertainty, as without samples for novelty."""
+    known = labels(0.3, 50, 5).tensors
+    posterior = Posterior.load(both).calibrate([known])
+    few = posterior.predict(known[0])
+    monkeypatch.setattr("lightning_sgmcmc.posterior.predictive.SMALL", 0)
+    many = posterior.predict(known[0])
+    torch.testing.assert_close(many.probabilities, few.probabilities)
+    for part in ("epistemic", "aleatoric"):
+        with pytest.raises(AttributeError, match="return_samples=True"):
+            getattr(many, part)
+    torch.testing.assert_close(posterior.predict(known[0], return_samples=True).epistemic, few.epistemic)
+
+
 def test_selections_keep_the_samples_for_novelty_and_compression_drops_them(both: Path, tmp_path: Path) -> None:
     posterior, (x, y) = Posterior.load(both), labels(0.3, 100, 4).tensors
     information = posterior.predict(x).epistemic
