@@ -103,7 +103,7 @@ class FlatGroup:
         kept = self._buffers.get(name)
         if kept is not None and state[self.parameters[0]].get(name) is kept[1]:
             return kept[0]
-        rows = torch.zeros_like(self.values)
+        rows = torch.zeros_like(self.values, memory_format=torch.contiguous_format)  # as a compiled step returns it
         views = self.pieces(rows)
         for parameter, view in zip(self.parameters, views, strict=True):
             held = state[parameter].get(name)
