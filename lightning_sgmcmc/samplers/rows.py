@@ -205,9 +205,12 @@ class FlatParameters:
         self.attach_gradients()
         self._is_clear = False
 
-    def set_gradients(self, rows: Tensor) -> None:
-        """Make numbers of shape (C, P) the parameters' gradients."""
-        self.gradients.copy_(rows)
+    def set_gradients(self, rows: Tensor, adds: bool = False) -> None:
+        """Make numbers of shape (C, P) the parameters' gradients, or add them to these."""
+        if adds and not self._is_clear:
+            self.gradients.add_(rows)
+        else:
+            self.gradients.copy_(rows)
         self.attach_gradients()
         self._is_clear = False
 
