@@ -26,7 +26,7 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.priors import FlatPrior
+from lightning_sgmcmc.priors import FlatPrior, HierarchicalPrior
 from tests.fit.test_blocks import BOTH, FORMS, STEPS, Run, counted, network, x, y
 from tests.fit.test_blocks_limits import Averaged, Noisy, Rows
 from tests.fit.test_blocks_variates import contour, parameters
@@ -86,6 +86,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "epochs": 60,
     },
     "two step sizes": lambda: {"callbacks": [EWSG(1, "stopped")], "with": {"lr": {"net.0.*": 1e-3, "*": 5e-4}}},
+    "drawn scales": lambda: {"callbacks": [EWSG(1)], "with": {"prior": HierarchicalPrior()}},
     "temperature 0": lambda: {"callbacks": [EWSG(1)], "with": {"temperature": 0.0}, "data": data(110)},
     "cold stages": lambda: {"callbacks": [EWSG(1), CyclicalSchedule(num_cycles=2, exploration=0.5)]},
     "after a warm start": lambda: {"callbacks": [EWSG(1), WarmStart(lr=1e-2, steps=80)]},
@@ -111,6 +112,15 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chains", [1, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.by_default(
+    "one proposal-1-traced",
+    "a short candidate-4-traced",
+    "cold stages-1-traced",
+    "candidates of two batches-1-traced",
+    "loader-4-traced",
+    "accumulation-4-traced",
+    "variates-1-traced",
+)
 def test_a_run_is_that_without_blocks(form: str, chains: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "accumulation and replicas" and chains == 1:
         chains = 2
@@ -187,6 +197,7 @@ STOPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", STOPS)
+@pytest.mark.by_default("in mid-epoch", "validation")
 def test_what_lightning_sees_comes_at_its_step(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> tuple[Run, list[int]]:
         seen: list[int] = []
@@ -209,6 +220,7 @@ def test_what_lightning_sees_comes_at_its_step(case: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.by_default("1-2-traced", "2-1-traced")
 def test_a_resumed_run_is_the_whole_one(
     form: str, chains: int, accumulated: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -257,6 +269,7 @@ def test_logs_are_those_without_blocks(form: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.by_default("1")
 def test_a_run_that_diverges_stops_at_its_step(accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its last epochs have been waiting."""
 
@@ -295,6 +308,7 @@ SINGLES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SINGLES)
 @pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.by_default("2-a network", "1-clipping", "2-control")
 def test_steps_that_are_made_one_by_one(case: str, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = counted(STEPS["traced"], monkeypatch)
     with_blocks, without = (fit(form, monkeypatch, chains, SINGLES[case]()) for form in ("traced", None))
