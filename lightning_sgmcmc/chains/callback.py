@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sampler_of
-from lightning_sgmcmc.chains.compiled_step import ControlVariate, StepPart
 from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.row_steps import ControlVariate, GradientChoice, StepPart
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import names_arguments
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, way_out
@@ -134,8 +134,13 @@ class RunCallback(pl.Callback):
         `acts_in`."""
         return None
 
-    def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
-        """Note steps in which it has not acted."""
+    def step_choice(self) -> GradientChoice | None:
+        """Return what chooses each gradient in steps that are made at once, in all that it does not name by
+        `acts_in`."""
+        return None
+
+    def pass_over(self, trainer: pl.Trainer, batches: int) -> None:
+        """Note the batches of steps in which it has not acted."""
 
     kinds: tuple[str, str] | None = None
     """What a run of one chain and one of several are called, if they are a baseline; None for a run that samples."""

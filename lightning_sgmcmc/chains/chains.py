@@ -311,15 +311,18 @@ class Chains:
         return self._recorded(step, batch_idx, trainer)
 
     def take_gradient(self, batch: Any, batch_idx: int, trainer: pl.Trainer, checks: bool) -> Tensor:
-        """Compute the gradient of Σ_c Ũ_c/N by traced operations, and record the energies; return the loss."""
+        """Compute the gradient of a micro-batch's Σ_c Ũ_c/N by traced operations, add it to those before in its step,
+        and record the energies; return the loss."""
         assert self.energies is not None
         assert self.weights is not None
         assert self.flat is not None
-        weigh = partial(self.weights.factor, batch_idx)
+        weigh = partial(self.weights.factor, batch_idx, self.accumulation.candidates)
         step, gradient = self.energies.traced(batch, self.observed.keeps_each, weigh, checks)
-        self.flat.set_gradients(gradient)
-        loss = self._recorded(step, batch_idx, trainer)
-        if (correct := self.claims.get("snapshot gradients")) is not None:
+        loss, accumulated = self._recorded(step, batch_idx, trainer), trainer.accumulate_grad_batches
+        if accumulated > 1:
+            gradient = gradient * (self.accumulation.loss_scale / accumulated)
+        self.flat.set_gradients(gradient, adds=batch_idx % accumulated > 0)
+        if self.accumulation.batch_complete and (correct := self.claims.get("snapshot gradients")) is not None:
             correct()
         return loss
 

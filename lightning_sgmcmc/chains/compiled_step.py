@@ -7,8 +7,8 @@ another. The numbers are those of the same formulas, up to rounding.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, trace, with_gradient
+from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, RowSteps, StepPart, corrected
+from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, trace
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
-from lightning_sgmcmc.tensors import Control, exact
 
 FOLLOWING = ("last_lr",)
 """Entries of a parameter group that a rule sets to a control of the step."""
@@ -28,165 +28,6 @@ FOLLOWING = ("last_lr",)
 MOST_LOOPS = 64
 _LOOPS: dict[str, Any] = {}
 """Compiled loops of this process, by their operations and shapes."""
-
-
-class Controls(NamedTuple):
-    """The controls of the coming steps of a group, a number or one for each chain, shape (C,)."""
-
-    lr: list[Control]
-    temperature: list[Control]
-
-
-class StepPart(Protocol):
-    """What a callback does in compiled steps: it scales their gradients, and learns from their energies.
-
-    Attributes:
-        settings: what it computes by, as text.
-        scales: whether `multiplier` returns κ of a step.
-        keeps_each: whether `end` needs the energies of each step.
-        state: tensors that a step changes.
-        fixed: tensors that it reads.
-    """
-
-    settings: str
-    scales: bool
-    keeps_each: bool
-    state: Sequence[Tensor]
-    fixed: Sequence[Tensor]
-
-    def numbers(self, steps: int) -> Tensor:
-        """Return a number of each of the coming steps, shape (K,)."""
-
-    def multiplier(
-        self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
-    ) -> tuple[Tensor | None, Any]:
-        """Return κ of a step, shape (C,), None unless it `scales`, and what `learn` needs, from Ũ/N and log p(θ), shape
-        (2, C)."""
-
-    def learn(self, state: Sequence[Tensor], found: Any, number: Tensor) -> list[Tensor]:
-        """Return the state after a step."""
-
-    def end(self, steps: int, energies: Tensor) -> None:
-        """Take note of steps after which `state` holds theirs; with `keeps_each`, the energies have the shape
-        (K, 2, C)."""
-
-
-@dataclass(frozen=True)
-class ControlVariate:
-    """What reduces the mini-batch noise of steps that are made at once: the batch and all data at a snapshot θ_q.
-
-        g ← g + (1/n)·Σ_{i in batch} ∇ℓ_i(θ_q) + ḡ,   Ũ/N ← Ũ/N + (1/n)·Σ_{i in batch} ℓ_i(θ_q) - ℓ̄
-
-    with ℓ_i = log p(y_i|x_i,θ) of datum i.
-
-    Attributes:
-        values: θ_q, shape (C, P).
-        others: the model's other tensors at that time, by name.
-        gradient: ḡ, the mean over all data of -∇ℓ_i(θ_q), shape (C, P); None if gradients stay as they are.
-        mean: ℓ̄, the mean over all data of ℓ_i(θ_q), shape (C,), float64; None if energies stay as they are.
-        end: is called with the number of steps that were made.
-    """
-
-    values: Tensor
-    others: Mapping[str, Tensor]
-    gradient: Tensor | None
-    mean: Tensor | None
-    end: Callable[[int], None]
-
-    @property
-    def form(self) -> Any:
-        """What it consists of."""
-        return *self.others, self.gradient is None, self.mean is None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors, from which `of` makes it again."""
-        last = [tensor for tensor in (self.gradient, self.mean) if tensor is not None]
-        return [self.values, *self.others.values(), *last]
-
-    def of(self, tensors: Sequence[Tensor]) -> "ControlVariate":
-        """Return it with other tensors in the place of its own."""
-        values, *rest = tensors
-        left = iter(rest)
-        others = {name: next(left) for name in self.others}
-        gradient = None if self.gradient is None else next(left)
-        mean = None if self.mean is None else next(left)
-        return replace(self, values=values, others=others, gradient=gradient, mean=mean)
-
-
-def corrected(energies: Tensor) -> Tensor:
-    """Return Ũ/N with its control variate, if it has one, and log p(θ), shape (…, 2, C), from energies of steps."""
-    if energies.shape[-2] == 2:
-        return energies
-    potential, log_prior, term = exact(energies).unbind(-2)
-    return torch.stack([potential + term, log_prior], -2)
-
-
-class RowSteps:
-    """What steps of a sampler that are made at once are functions of, and the check of their energies.
-
-    Args:
-        energies: returns the loss and further tensors, as `RowEnergies` computes them.
-        likelihood: returns the data's part of the loss and of -Ũ/N, as `RowEnergies` does.
-        model: the model that it computes.
-        others: its other tensors, by name.
-        flat: the sampled parameters, with their state as rows.
-        inverse: 1/N, shape ().
-    """
-
-    def __init__(
-        self,
-        energies: Any,
-        likelihood: Any,
-        model: Any,
-        others: Mapping[str, Tensor],
-        flat: FlatParameters,
-        sampler: Sampler,
-        inverse: Tensor,
-    ) -> None:
-        self._energies = energies
-        self._likelihood = likelihood
-        self._model = model
-        self._others = others
-        self._flat = flat
-        self._sampler = sampler
-        self._inverse = inverse
-        self._known: dict[Any, Any] = {}
-        """Functions by what they are made for."""
-
-    def _with_gradient(
-        self,
-        values: Tensor,
-        others: Mapping[str, Tensor],
-        batch: Any,
-        axis: int | None,
-        inverse: Tensor,
-        weights: Tensor,
-        variate: ControlVariate | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of a step, shape (C, P), and Ũ/N, log p(θ) and, if a variate corrects energies, its term
-        in Ũ/N, shape (2 or 3, C)."""
-        gradient, _, energies, _ = with_gradient(self._energies, values, others, batch, axis, inverse, weights)
-        if variate is None:
-            return gradient, energies
-        there = {name: variate.others.get(name, tensor) for name, tensor in others.items()}
-        if variate.gradient is None:
-            _, found = self._likelihood(variate.values, there, batch, axis, weights)
-        else:
-            at_snapshot, _, found = with_gradient(self._likelihood, variate.values, there, batch, axis, weights)
-            gradient = gradient - at_snapshot + variate.gradient  # first, to cancel exactly
-        if variate.mean is not None:
-            energies = torch.cat([energies, (found - variate.mean)[None].to(energies.dtype)])
-        return gradient, energies
-
-    @torch.no_grad()
-    def _check_last(
-        self, batches: Sequence[Tensor], structure: Any, axis: int | None, weights: Tensor, last: Tensor
-    ) -> None:
-        """Raise unless the last step's batch has these energies in the present state."""
-        own = pytree.tree_unflatten([part[-1] for part in batches], structure)
-        found = self._energies(self._flat.values, self._others, own, axis, self._inverse, weights[-1])
-        check_alike(found[1], last)
 
 
 class CompiledSteps(RowSteps):
@@ -212,6 +53,7 @@ class CompiledSteps(RowSteps):
         first: Tensor | None = None,
         last: Tensor | None = None,
         variate: ControlVariate | None = None,
+        choices: Choices | None = None,
         part: StepPart | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), or (2, 3, C) with
@@ -224,12 +66,14 @@ class CompiledSteps(RowSteps):
                 is 0.
             structure: what the tensors of a batch are the leaves of.
             weights: those of the data's log-likelihoods in Ũ/N, shape (K, B), 0 for what fills up short batches.
+                With choices, batches and weights have an axis of candidates after the first.
             noise: normal numbers, shape (K, C, draws · P); None for steps without noise.
             controls: those of each group.
             first: the first step's energies, computed in another way.
             last: those of the last step's batch in the present state.
             variate: what corrects each step's gradient and energies.
-            part: what else is done in a step.
+            choices: of each step's gradient among several; None if the one that is given is used.
+            part: what else is done in a step, without choices.
 
         Raises:
             NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
@@ -243,19 +87,24 @@ class CompiledSteps(RowSteps):
         is_scaled, groups = part is not None and part.scales, sampler.param_groups
         options = repr([_fixed(group, is_scaled, own) for group, own in zip(groups, counted, strict=True)])
         names = tuple([(place, name) for place, name, _ in buffers])
-        settings = None if part is None else (part.settings, part.keeps_each)
+        settings = [
+            choices and choices.by.settings,
+            variate and variate.form,
+            part and (part.settings, part.keeps_each),
+        ]
         keeps_each = part is not None and part.keeps_each
-        corrects = None if variate is None else variate.form
-        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, settings, corrects
+        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, *settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read = ([], []) if part is None else (part.state, part.fixed)
+        own = [] if part is None else [part.numbers(count)]
+        if choices is not None:
+            learned, own = [torch.zeros(len(flat.values), dtype=torch.int64)], [choices.chances, choices.shares]
         fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
-        own_number = [] if part is None else [part.numbers(count)]
-        of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own_number]
+        of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own]
         if last is not None:
-            self._check_last(batches, structure, axis, weights, last)
+            self._check_last(batches, structure, axis, weights, last, choices)
         is_new = key not in self._known
         if is_new:
             if len(self._known) >= MOST_FORMS:
@@ -265,7 +114,7 @@ class CompiledSteps(RowSteps):
         torch._foreach_copy_([kept[:count] for kept in room.views], of_steps)
         if is_new:
             counts = [len(state), len(fixed), int(noise is not None), len(batches)]
-            function = self._compiled(names, structure, axis, counts, state, fixed, room, variate, part)
+            function = self._compiled(names, structure, axis, counts, state, fixed, room, variate, choices, part)
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
@@ -286,6 +135,8 @@ class CompiledSteps(RowSteps):
             part.end(count, corrected(energies))
         if variate is not None:
             variate.end(count)
+        if choices is not None:
+            choices.by.end(choices.chances, learned[0])
         of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
         return of_last
 
@@ -325,6 +176,7 @@ class CompiledSteps(RowSteps):
         fixed: list[Tensor],
         room: "_Room",
         variate: ControlVariate | None,
+        choices: Choices | None,
         part: StepPart | None,
     ) -> Any:
         """Return the steps as a compiled loop, a function of what `_carried` returns, what is fixed, what each step
@@ -348,14 +200,20 @@ class CompiledSteps(RowSteps):
             named = dict(zip(self._others, others))  # noqa: B905  # those of a part and a variate come after
             read = others[len(named) : len(others) - len(held)]
             corrects = None if variate is None else variate.of(others[len(others) - len(held) :])
-            gradient, numbers = self._with_gradient(state[0], named, own, axis, inverse, weights, corrects)
+            shares = None
+            if choices is not None:
+                *columns, chances, shares = columns
+            gradient, numbers = self._with_gradient(state[0], named, own, axis, inverse, weights, corrects, shares)
             values, *rows = (tensor.clone() for tensor in state[: 1 + len(names)])
             multiplier, learned = None, state[1 + len(names) :]
+            choose = None if choices is None else partial(choices.by.choose, chances=chances)
             if part is not None:
                 *columns, number = columns
                 multiplier, found = part.multiplier(learned, read, corrected(numbers), columns[1], num_data)
                 learned = part.learn(learned, found, number)
-            self._update(values, gradient, dict(zip(names, rows, strict=True)), drawn, columns, num_data, multiplier)
+            buffers = dict(zip(names, rows, strict=True))
+            counted = self._update(values, gradient, buffers, drawn, columns, num_data, multiplier, choose)
+            learned = learned if counted is None else [learned[0] + counted]
             if part is not None and part.keeps_each:
                 seen = seen.index_copy(0, at, numbers[None])
             else:
@@ -376,9 +234,11 @@ class CompiledSteps(RowSteps):
         columns: list[Tensor],
         num_data: Tensor,
         multiplier: Tensor | None,
-    ) -> None:
-        """Make the rule's update of rows in place, with controls and N that are tensors."""
-        sampler, start, width = self._sampler, 0, self._flat.values.shape[1]
+        choose: Callable[..., tuple[Tensor, Tensor]] | None,
+    ) -> Tensor | None:
+        """Make the rule's update of rows in place, with controls and N that are tensors; return what a choice among
+        several gradients counts."""
+        sampler, start, width, counted = self._sampler, 0, self._flat.values.shape[1], None
         rule: Any = object.__new__(type(sampler))  # a copy whose state is these tensors
         vars(rule).update(vars(sampler))
         if sampler.num_data is not None:
@@ -388,17 +248,23 @@ class CompiledSteps(RowSteps):
         flat.groups, flat._of_values = [], {}
         rule.flat, rule._scratch = flat, {}
         counts = iter(columns[2 * len(sampler.param_groups) :])
+        groups: list[tuple[dict[str, Any], Tensor, tuple[str, ...]]] = []
         for place, (group, part) in enumerate(zip(sampler.param_groups, self._flat.groups, strict=True)):
             stop = start + part.values.shape[1]
             own = values[:, start:stop]
             rows = {name: tensor for (index, name), tensor in buffers.items() if index == place}
-            flat._of_values[id(own)] = FlatGroup.with_rows(part, own, gradient[:, start:stop], rows)
+            flat._of_values[id(own)] = FlatGroup.with_rows(part, own, own, rows)
             options = dict(group) | {"lr": columns[2 * place], "temperature": columns[2 * place + 1]}
             if multiplier is not None:
                 options[CONTROLS[2]] = multiplier.to(values.dtype).reshape(-1 if len(multiplier) > 1 else ())
-            counted = sampler.counted(group)
-            options |= {name: next(counts) for name in counted}
-            before = dict(options)
+            names = sampler.counted(group)
+            groups.append((options | {name: next(counts) for name in names}, own, names))
+            start = stop
+        if choose is not None:
+            gradient, counted = choose(rule, [options | {"params": [own]} for options, own, _ in groups], gradient)
+        start = 0
+        for options, own, names in groups:
+            stop, before = start + own.shape[1], dict(options)
             drawn = (
                 [noise[0][:, start + skip : stop + skip] for skip in range(0, noise[0].shape[1], width)]
                 if noise
@@ -406,9 +272,10 @@ class CompiledSteps(RowSteps):
             )
             rule.update(options, [own], [gradient[:, start:stop]], drawn)
             for name, value in options.items():
-                if name not in (*FOLLOWING, *counted) and value is not before.get(name):
+                if name not in (*FOLLOWING, *names) and value is not before.get(name):
                     raise NotTraceableError(f"{type(sampler).__name__} sets {name!r} in a step")
             start = stop
+        return counted
 
 
 class _Room:

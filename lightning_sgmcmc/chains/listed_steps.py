@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.compiled_step import Controls, ControlVariate, RowSteps
+from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, RowSteps
 from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, Parts, check_alike, parted, trace
 from lightning_sgmcmc.samplers.sampler import CONTROLS
 
@@ -33,22 +33,24 @@ class ListedSteps(RowSteps):
         first: Tensor | None = None,
         last: Tensor | None = None,
         variate: ControlVariate | None = None,
+        choices: Choices | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), the only ones that
         are computed. If one of these is not finite, or a number of the last state, no step is made, and it returns
         None; a gradient that is not finite leaves such a state."""
         flat, sampler = self._flat, self._sampler
-        of_steps = [*zip(weights.unbind(), *(part.unbind() for part in batches), strict=True)]
+        shares = [] if choices is None else [choices.shares]
+        of_steps = [*zip(*(part.unbind() for part in (weights, *shares, *batches)), strict=True)]
         kept = [flat.values, self._inverse, *self._others.values(), *([] if variate is None else variate.tensors)]
-        parts = self._operations(kept, of_steps[0], structure, axis, variate)
+        parts = self._operations(kept, of_steps[0], structure, axis, variate, len(shares))
         if last is not None:
-            self._check_last(batches, structure, axis, weights, last)
+            self._check_last(batches, structure, axis, weights, last, choices)
         steady = parts.before(*kept)
         if first is not None:
             check_alike(parts.after(*steady, *of_steps[0])[1][:2], first)
         restore, count_before = self._restoring(), sampler.step_count
         try:
-            found = self._made(parts, steady, of_steps, noise, controls)
+            found, counted = self._made(parts, steady, of_steps, noise, controls, choices)
         except BaseException:
             restore(None)
             raise
@@ -59,6 +61,8 @@ class ListedSteps(RowSteps):
         restore(CONTROLS[:2] if is_finite else None)  # a callback may have changed the controls of these steps
         if variate is not None and is_finite:
             variate.end(len(of_steps))
+        if choices is not None and is_finite:
+            choices.by.end(choices.chances, torch.stack(counted).sum(0))
         return numbers[[0, -1]] if is_finite else None
 
     def _made(
@@ -68,11 +72,12 @@ class ListedSteps(RowSteps):
         of_steps: Sequence[tuple[Tensor, ...]],
         noise: Tensor | None,
         controls: Sequence[Controls],
-    ) -> list[Tensor]:
-        """Make steps, and return the energies of the last two."""
+        choices: Choices | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Make steps, and return the energies of the last two and what choices counted in each."""
         flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
         stand_in, seen = sampler.stand_in, len(of_steps) - 2
-        found = []
+        found, counted = [], []
         for step, given in enumerate(of_steps):
             if step < seen:
                 gradient = parts.first(*steady, *given)
@@ -86,13 +91,17 @@ class ListedSteps(RowSteps):
                 stand_in()
                 sampler.step_count += 1
                 continue
+            if choices is not None:
+                as_rows = [{**group, "params": [part.values]} for group, part in zip(groups, flat.groups, strict=True)]
+                gradient, count = choices.by.choose(sampler, as_rows, gradient, choices.chances[step])
+                counted.append(count)
             start = 0
             for group, part in zip(groups, flat.groups, strict=True):
                 stop = start + part.values.shape[1]
                 drawn = None if noise is None else _noise_of(noise[step], start, stop, flat.values.shape[1])
                 sampler.update(group, [part.values], [gradient[:, start:stop]], drawn)
                 start = stop
-        return found
+        return found, counted
 
     def _restoring(self) -> Callable[[Sequence[str] | None], None]:
         """Return a function that restores the present state, or some options of the groups alone."""
@@ -124,8 +133,10 @@ class ListedSteps(RowSteps):
         structure: Any,
         axis: int | None,
         variate: ControlVariate | None,
+        shares: int,
     ) -> Parts:
-        """Return the operations before many steps and those of each, of the gradient and of the energies."""
+        """Return the operations before many steps and those of each, of the gradient and of the energies; each step has
+        so many tensors of shares after its weights."""
         corrects = None if variate is None else variate.form
         key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step]), corrects
         if key not in self._known:
@@ -136,8 +147,10 @@ class ListedSteps(RowSteps):
             def energies(values: Tensor, inverse: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
                 named = dict(zip(self._others, rest[:count], strict=True))
                 there = None if variate is None else variate.of(rest[count:end])
-                own = pytree.tree_unflatten(list(rest[end + 1 :]), structure)
-                return self._with_gradient(values, named, own, axis, inverse, rest[end], there)
+                own = pytree.tree_unflatten(list(rest[end + 1 + shares :]), structure)
+                return self._with_gradient(
+                    values, named, own, axis, inverse, rest[end], there, *rest[end + 1 :][:shares]
+                )
 
             tensors = [*kept, *of_step]
             self._known[key] = parted(trace(energies, tensors, self._model), tensors, len(kept), kept[0])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.compiled_step import StepPart
+from lightning_sgmcmc.chains.row_steps import StepPart
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.schedule import begin_first_stage, target_of
 from lightning_sgmcmc.chains.trainer import fit_steps, is_logged, is_trial, log_scalars, log_values

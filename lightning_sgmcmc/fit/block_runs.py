@@ -10,7 +10,7 @@ from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.trainer import callbacks_of, instances_of
 from lightning_sgmcmc.compiling import has_compiler
-from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, SEEN, definer, is_known
+from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, SEEN, definer, defines, is_known
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
@@ -42,7 +42,7 @@ OF_A_STEP = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-OF_A_GRAPH = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+OF_A_GRAPH = ("on_before_zero_grad", "on_before_backward")
 OF_A_BATCH = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 OF_THE_MODULE = (
     *OF_A_STEP,
@@ -90,12 +90,7 @@ def _saves_time(trainer: Any, module: ChainModel) -> bool:
 
 def _causes_of_no_blocks(trainer: Any, module: ChainModel) -> Iterator[str]:
     """Return, one by one, what a run has that needs each step of Lightning's loop, and what to do about it."""
-    name, accumulated = type(module).__name__, trainer.accumulate_grad_batches
-    chooses = module.chains.claims.holder("choose gradient")
-    if chooses is not None:
-        yield f"{type(chooses).__name__} chooses each gradient among those of several batches: remove it to have blocks"
-    elif accumulated != 1:
-        yield f"accumulate_grad_batches={accumulated}: pass 1, and batches that are {accumulated} times as large"
+    name = type(module).__name__
     for scheduler in instances_of(trainer, GradientAccumulationScheduler):
         if scheduler.going_to_accumulate_grad_batches():
             yield "a GradientAccumulationScheduler accumulates batches: remove it, and use larger batches"
@@ -132,12 +127,26 @@ def _causes_in_trainer(trainer: Any, module: ChainModel) -> Iterator[str]:
         yield "detect_anomaly=True looks at each step: leave it out of long runs"
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield "val_check_interval is a time: pass a number of steps"
+    each, every = trainer.accumulate_grad_batches, trainer.val_check_batch
+    if each > 1 and trainer.enable_validation and _is_within_steps(trainer, each, every):
+        epoch = f", and an epoch of {trainer.num_training_batches}" if trainer.check_val_every_n_epoch is None else ""
+        yield f"validation every {every} batches{epoch} comes within steps of {each}: pass a multiple of {each}"
     if not math.isfinite(trainer.num_training_batches):
         yield "the loader has no length: pass one with a length, or limit_train_batches"
     if not module.automatic_optimization:
         yield "automatic_optimization=False: leave it at True"
     if type(trainer.fit_loop.epoch_loop) is not _TrainingEpochLoop:
         yield "the trainer has a loop of its own: leave Lightning's in its place"
+
+
+def _is_within_steps(trainer: Any, each: int, every: float | None) -> bool:
+    """Return whether some validations, one after every so many batches, come before a step's last batch."""
+    if every is None or not math.isfinite(every):
+        return False
+    ends_epochs = trainer.num_training_batches % each > 0  # the last step of an epoch has fewer batches
+    if trainer.check_val_every_n_epoch is None:  # counted over all epochs
+        return every % each > 0 or ends_epochs
+    return every % each > 0 and every != trainer.num_training_batches
 
 
 def numbers_of(module: ChainModel) -> int:
@@ -168,8 +177,20 @@ def _hook_of_each_step(callback: pl.Callback) -> str | None:
 
 
 def _is_known_in_steps(callback: pl.Callback, name: str) -> bool:
-    """Return whether a callback's hook of a step is known, and none of this library's that needs a graph."""
+    """Return whether a callback's hook of a step is known, and called in blocks."""
     return is_known(callback, name) and (name not in OF_A_GRAPH or definer(callback, name) in (pl.Callback, Timer))
+
+
+def acts_in_steps(callback: RunCallback) -> bool:
+    """Return whether a callback has a hook in each step, or a claim on it."""
+    return bool(callback.claims) or any(defines(callback, name) for name in OF_A_STEP)
+
+
+def has_hooks(sampler: Any, *known: Any) -> bool:
+    """Return whether functions are called before or after each update of a sampler, but methods of known objects."""
+    hooks = *sampler._optimizer_step_pre_hooks.values(), *sampler._optimizer_step_post_hooks.values()
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return any([owner is None or all(owner is not one for one in known) for owner in owners])
 
 
 def learns_in_steps(callback: RunCallback) -> bool:

@@ -13,8 +13,7 @@ A run with a part that acts at every step, such as a user's callback with `on_tr
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,36 +21,28 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import (
-    CompiledSteps,
-    Controls,
-    ControlVariate,
-    StepPart,
-    can_be_made_at_once,
-)
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, can_be_made_at_once
 from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
-from lightning_sgmcmc.chains.state import StepEnergy
+from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, GradientChoice, StepPart
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
-from lightning_sgmcmc.fit.block_runs import OF_A_STEP, WORTH_LEARNING, compiles, numbers_of, say_compilation
+from lightning_sgmcmc.fit.block_runs import (
+    WORTH_LEARNING,
+    acts_in_steps,
+    compiles,
+    has_hooks,
+    numbers_of,
+    say_compilation,
+)
 from lightning_sgmcmc.fit.checks import take_num_data
 from lightning_sgmcmc.fit.coming import ComingControls, NextSeen
-from lightning_sgmcmc.fit.passes import (
-    HiddenEpochs,
-    RowsOfPass,
-    Taken,
-    defines,
-    hooks_of,
-    rows_of_pass,
-)
+from lightning_sgmcmc.fit.passes import HiddenEpochs, RowsOfPass, Taken, rows_of_pass
 from lightning_sgmcmc.fit.prior_state import PriorScales
+from lightning_sgmcmc.fit.single_steps import Made, SingleSteps
 from lightning_sgmcmc.namespace import pl, rank_zero_info
-from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import Control, exact
-
-call = pl.trainer.call
+from lightning_sgmcmc.tensors import Control
 
 LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
@@ -72,10 +63,11 @@ class Segment(NamedTuple):
 
     Attributes:
         taken: their batches.
-        factors: the factor of each, see `DataWeights`.
+        factors: the factor of each batch, see `DataWeights`.
         controls: those of each group.
         form: what these are, the same in all steps.
-        first: the first one's place in its epoch.
+        first: the first batch's place in its epoch.
+        begun: the sampler's steps before.
     """
 
     taken: Taken
@@ -83,6 +75,12 @@ class Segment(NamedTuple):
     controls: list[Controls]
     form: Any
     first: int
+    begun: int
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self.controls[0].lr)
 
 
 class StepBlocks:
@@ -92,11 +90,6 @@ class StepBlocks:
         self._trainer: Any = trainer
         self._module, self._sampler = module, sampler_of(module)
         self._scales = scales
-        self._hooks = {name: hooks_of(trainer, name) for name in OF_A_STEP}
-        self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
-        self._update = _step_of(self._sampler)
-        self._epoch, self._first_epoch = -1, -1
-        """The epochs of the last traced step and of the first; below 0 if the next one compares its energies."""
         self._weights: dict[Any, Tensor] = {}
         """Weights of the data of some steps, by what they depend on."""
         self._waiting: list[Segment] = []
@@ -105,7 +98,12 @@ class StepBlocks:
         """What a callback does in each of the coming steps; at most one does."""
         self._variate: ControlVariate | None = None
         """What corrects their gradients and energies."""
-        self._acting = [callback for callback in declared(trainer) if _acts_in_steps(callback)]
+        self._choice: GradientChoice | None = None
+        """What chooses their gradients."""
+        self._acting = [callback for callback in declared(trainer) if acts_in_steps(callback)]
+        self._singles = SingleSteps(trainer, module, self._acting, scales)
+        self._each = self._singles.each
+        """Batches of a step."""
         self._coming = ComingControls(trainer, module, self._acting)
         self._compiles = compiles(module, trainer.estimated_stepping_batches, self._acting)
         self._lists = True
@@ -179,26 +177,27 @@ class StepBlocks:
             if loop.batch_idx + 1 >= self._trainer.num_training_batches:
                 self._turn(fetcher)
                 source = rows_of_pass(fetcher)
-            late = time.monotonic() - begun > LONGEST
+            late, index = time.monotonic() - begun > LONGEST, loop.batch_idx + 1
+            begins, ends = self._singles.begins(index), self._singles.ends(index)
             # Which steps are compiled does not depend on time, since their rounding does on it.
-            free = self._free_steps(source is not None, late)
+            free = self._free_steps(source is not None, late) if begins else (0, False)
             if source is not None and free[0]:
                 self._note_single(EACH_IS_SEEN if free == (1, True) else None)
                 if self._make_block(source, *free):
                     return
                 continue
             self._make_waiting()
-            _, is_seen = self._next_seen.within(1, late)
-            self._note_single(self._cause or (EACH_IS_SEEN if is_seen else None))
+            is_seen = ends and self._next_seen.within(1, late)[1]
+            if ends:
+                self._note_single(self._cause or (EACH_IS_SEEN if is_seen else None))
             batch, _, _ = next(fetcher)
-            index = loop.batch_idx + 1
             loop.batch_progress.is_last_batch = fetcher.done
             if is_seen:
-                self._make_seen_step(batch, index)
+                self._singles.make_seen(batch, index)
                 return
-            self._make_hidden_step(batch, index)
+            self._singles.make_hidden(batch, index)
             if self._trainer.should_stop:
-                loop._batches_that_stepped -= 1  # which Lightning counts itself
+                loop._batches_that_stepped -= ends  # which Lightning counts itself
                 return
 
     def _turn(self, fetcher: Any) -> None:
@@ -230,8 +229,10 @@ class StepBlocks:
         self._parts = [*acting.values()]
         variates = [variate for callback in self._acting if (variate := callback.step_variate()) is not None]
         self._variate = variates[0] if variates else None
+        choices = [choice for callback in self._acting if (choice := callback.step_choice()) is not None]
+        self._choice = choices[0] if choices else None
         is_scaled = any(part.scales for part in self._parts)
-        if not can_be_made_at_once(sampler, is_scaled) or (sampler.stand_in is not None and acting):
+        if not can_be_made_at_once(sampler, is_scaled) or (sampler.stand_in is not None and (acting or choices)):
             if sampler.stand_in is None and not any(map(sampler.sets_options, sampler.param_groups)):
                 self._cause = (
                     f"{type(sampler).__name__} updates more than rows of numbers: set elementwise=True in its class "
@@ -265,8 +266,12 @@ class StepBlocks:
         weights = self._module.chains.weights
         if not are_rows:
             return "batches are made row by row: use a TensorDataset, or a datamodule without augmentation"
-        if self._clip[0]:
-            return f"gradient_clip_val={self._clip[0]}: pass None, and a smaller lr"
+        if self._singles.clips:
+            return f"gradient_clip_val={self._trainer.gradient_clip_val}: pass None, and a smaller lr"
+        if self._choice is not None and (acting or self._variate is not None):
+            other = next(own for own in self._acting if own in acting or own.step_variate() is not None)
+            name = type(other).__name__
+            return f"{name} changes gradients among which another callback chooses: remove one of the two"
         if len(acting) > int(self._compiles_now):
             name = type(acting[-1]).__name__
             return f"{name} learns in each: {WORTH_LEARNING:,} steps or more are compiled with it"
@@ -283,62 +288,62 @@ class StepBlocks:
             self._single = -math.inf
             rank_zero_info(f"Steps are made one by one, since {cause}.")
 
-    def _checks(self, ahead: int = 0) -> bool:
-        """Return whether the coming step, or the first so many epochs ahead, compares traced energies with others: at
-        the start of the first epochs of such steps, and then of one in 8 or in 1,000 steps."""
-        epoch = self._trainer.current_epoch + ahead
-        every = max(8, 1_000 // self._trainer.num_training_batches)
-        return epoch != self._epoch and (epoch < self._first_epoch + 8 or epoch % every == 0 or self._epoch < 0)
-
-    def _checked(self) -> bool:
-        """Return whether the coming step compares its energies, and take note that it does."""
-        checks, self._epoch = self._checks(), self._trainer.current_epoch
-        if self._first_epoch < 0:
-            self._first_epoch = self._epoch
-        return checks
-
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
         Lightning has seen the last. Steps that end an epoch may wait for those of the next one."""
-        chains = self._module.chains
-        assert chains.weights is not None
         controls, possible, form = self._coming.of_steps(count)
         count, is_seen = possible, is_seen and possible == count
-        index = self._loop.batch_idx + 1
-        factors = [chains.weights.factor(index)] * count  # it depends on the batch where gradients are accumulated
-        coming = Segment(source.take(count), factors, controls, form, index)
-        sizes = coming.taken.sizes
+        index, singles = self._loop.batch_idx + 1, self._singles
+        taken = source.take(min(count * self._each, self._trainer.num_training_batches - index), self._each)
+        coming = Segment(taken, self._factors(index, taken.count), controls, form, index, self._sampler.step_count)
+        sizes = taken.sizes
         if self._waiting and not self._goes_on(coming):
             self._make_waiting()
             self._coming.apply(self._sampler.step_count + count)
         if not is_seen and source.is_done and sizes and self._may_wait(count):
             self._waiting.append(coming)
-            self._count_over(sizes, index)
+            singles.count_over(sizes, index, count, 1)
             return False
         segments, self._waiting = [*self._waiting, coming], []
         energies = self._computed(segments, self._variate, self._parts) if sizes else None
+        gradients = 2 if self._variate is not None and self._variate.gradient is not None else 1
         if energies is not None:
-            self._count_over(sizes[: count - is_seen], index)
             if count > is_seen:
-                self._record(energies[0 if is_seen else 1], sizes[count - is_seen - 1])
+                last = taken.batches_of(count - 1 - is_seen)[-1]
+                singles.count_over(sizes[: last + 1], index, count - is_seen, gradients)
+                singles.record(energies[0 if is_seen else 1], sizes[last])
+            if is_seen:
+                begun = taken.batches_of(-1)[0]
+                singles.count_over(sizes[begun:-1], index + begun, 0, gradients)
         else:
             self._make_counted(segments[:-1])
-        for place in range(0 if energies is None else count - is_seen, count):
-            is_last = place + 1 == count
+        for place in range(0 if energies is None else taken.count - is_seen, taken.count):
+            is_last = place + 1 == taken.count
             self._loop.batch_progress.is_last_batch = is_last and source.is_done
             if not (is_last and is_seen):
-                self._make_hidden_step(coming.taken.batch(place), index + place)
+                singles.make_hidden(taken.batch(place), index + place)
             else:
-                made = None if energies is None else (energies[1], sizes[-1])
-                self._make_seen_step(coming.taken.batch(place), index + place, made)
+                made = None if energies is None else Made(energies[1], sizes[-1], gradients)
+                singles.make_seen(taken.batch(place), index + place, made)
         return is_seen
+
+    def _factors(self, index: int, count: int) -> list[float | None]:
+        """Return the factors of some batches from a place in the epoch on, where a step begins; see `DataWeights`."""
+        chains = self._module.chains
+        assert chains.weights is not None
+        if self._each == 1:  # the same for all
+            return [chains.weights.factor(index)] * count
+        candidates = chains.accumulation.candidates
+        alike = self._each // candidates
+        found = [chains.weights.factor(index + place, candidates) for place in range(0, count, alike)]
+        return [factor for factor in found for _ in range(alike)][:count]
 
     # -- steps that wait ----------------------------------------------------------------------------------------------
 
     @property
     def _waits(self) -> int:
         """The number of steps that wait."""
-        return sum([len(segment.factors) for segment in self._waiting])
+        return sum([segment.steps for segment in self._waiting])
 
     def _may_wait(self, count: int) -> bool:
         """Return whether the last steps of an epoch may wait for the next one's."""
@@ -349,10 +354,10 @@ class StepBlocks:
             and not energies.is_looking
             and not self._parts
             and self._variate is None
-            and not self._checks()
+            and not self._singles.checks()
             and self._epochs.only_counts
             and self._waits + count < self._most
-            and not self._checks(ahead=1)
+            and not self._singles.checks(ahead=1)
         )
 
     def _goes_on(self, coming: Segment) -> bool:
@@ -371,17 +376,15 @@ class StepBlocks:
         if energies is None:
             self._make_counted(segments)
         else:
-            self._record(energies[1], segments[-1].taken.sizes[-1])
+            self._singles.record(energies[1], segments[-1].taken.sizes[-1])
 
     def _make_counted(self, segments: Sequence[Segment]) -> None:
         """Make steps one after another that a compiled function cannot make, and that are counted already."""
-        counters, sizes = self._counters, [size for own in segments for size in own.taken.sizes]
-        self._sampler.step_count -= len(sizes)
-        counters.gradient_evaluations -= sum(sizes)
+        self._singles.uncount(sum(own.steps for own in segments), [n for own in segments for n in own.taken.sizes])
         for own in segments:
-            for place in range(len(own.factors)):
+            for place in range(own.taken.count):
                 self._coming.apply(self._sampler.step_count + 1)
-                self._compute_step(own.taken.batch(place), own.first + place)
+                self._singles.compute(own.taken.batch(place), own.first + place)
 
     def _computed(
         self, segments: Sequence[Segment], variate: ControlVariate | None, acting: Sequence[StepPart]
@@ -396,33 +399,37 @@ class StepBlocks:
         if energies is None or not is_possible or (is_own and any(map(sampler.sets_options, sampler.param_groups))):
             return None  # in the schedule's controls of these steps, the rule changes itself
         states = sampler.noise_states()
-        checks = self._checked()
+        checks = self._singles.take_check()
         first, last = segments[0], segments[-1]
+        choice = self._choice if noisy == {True} else None  # otherwise all batches count
         try:
             looks = checks or energies.is_looking
-            before = energies.plain(first.taken.batch(0), first.factors[0]) if looks else None
+            before = _plain_energies(energies, first, 0) if looks else None
             if looks and counted is not None:
                 counted.factor(first.first)  # which notes what the likelihood counts in this batch
-            after = energies.plain(last.taken.batch(-1), last.factors[-1]) if checks and last.taken.ends_short else None
+            after = _plain_energies(energies, last, -1) if checks and last.taken.ends_short else None
             steps = self._at_once(energies)
             controls = [
                 Controls(*map(_joined, zip(*own, strict=True)))
                 for own in zip(*(s.controls for s in segments), strict=True)
             ]
             noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
-            parts = first.taken.parts(*(segment.taken for segment in segments[1:]))
-            weights = [self._weights_of(segment) for segment in segments]
+            candidates = 1 if choice is None else choice.candidates
+            parts = first.taken.parts([segment.taken for segment in segments[1:]], candidates)
+            weights = torch.cat([self._weights_of(segment, candidates) for segment in segments])
             batches = parts, first.taken.structure, first.taken.axis
-            found = steps.run(*batches, torch.cat(weights), noise, controls, before, after, variate, *acting)
+            choices = None if choice is None else self._choices(choice, segments)
+            found = steps.run(*batches, weights, noise, controls, before, after, variate, choices, *acting)
         except NotTraceableError as error:
             how = "compiled" if self._compiles_now else "listed"
-            self._compiles, self._lists, self._epoch = False, False, -1  # the next step compares them again
+            self._compiles = self._lists = False
+            self._singles.check_next()
             rank_zero_info(f"The steps are not {how}: {error}.")
         finally:
             if found is None:
                 sampler.noise_states(states)
         if found is not None and self._compiles_now:
-            self._counters.compiled_steps += sum(len(own.factors) for own in segments)
+            self._counters.compiled_steps += sum(own.steps for own in segments)
         return found
 
     def _at_once(self, energies: ChainEnergies) -> CompiledSteps | ListedSteps:
@@ -437,131 +444,25 @@ class StepBlocks:
             self._compiled = energies.compiled_steps(sampler, self._most)
         return self._compiled
 
-    def _weights_of(self, segment: Segment) -> Tensor:
-        """Return the weights of the data of some steps, shape (K, B)."""
+    def _choices(self, choice: GradientChoice, segments: Sequence[Segment]) -> Choices:
+        """Return the choices of some steps."""
         assert self._sampler.flat is not None
-        form = tuple(segment.taken.sizes), tuple(segment.factors)
+        of_data = [own.taken.in_candidates(own.taken.sizes, choice.candidates) for own in segments]
+        of_batches = [own.taken.in_candidates([1] * own.taken.count, choice.candidates) for own in segments]
+        counts = torch.cat(of_batches).to(self._sampler.flat.values.dtype)
+        chances = choice.chances(segments[0].begun, torch.cat(of_data))
+        return Choices(choice, chances, counts / counts.sum(1, keepdim=True))
+
+    def _weights_of(self, segment: Segment, candidates: int) -> Tensor:
+        """Return the weights of the data of some steps, shape (K, B) or (K, J, B)."""
+        assert self._sampler.flat is not None
+        form = tuple(segment.taken.sizes), tuple(segment.factors), candidates
         if form not in self._weights:
             if len(self._weights) >= FEW_FORMS:
                 self._weights.clear()
-            self._weights[form] = segment.taken.weights(segment.factors, self._sampler.flat.values.dtype)
+            dtype = self._sampler.flat.values.dtype
+            self._weights[form] = segment.taken.weights(segment.factors, dtype, candidates)
         return self._weights[form]
-
-    def _count_over(self, sizes: list[int], index: int) -> None:
-        """Count steps that neither Lightning nor callbacks see."""
-        count = len(sizes)
-        if count == 0:
-            return
-        trainer, loop = self._trainer, self._loop
-        optimizer = loop.automatic_optimization.optim_progress.optimizer
-        for counts in (loop.batch_progress, optimizer.step, optimizer.zero_grad):
-            for numbers in (counts.total, counts.current):
-                for name in vars(numbers):  # ready, completed, and others
-                    setattr(numbers, name, getattr(numbers, name) + count)
-        loop._batches_that_stepped += count
-        self._count(sizes, index)
-        for callback in self._acting:
-            callback.pass_over(trainer, count)
-        self._counters.hidden_steps += count
-
-    def _count(self, sizes: list[int], index: int) -> None:
-        """Count steps with batches of some sizes, the first at a place in its epoch."""
-        chains, count = self._module.chains, len(sizes)
-        assert chains.weights is not None
-        self._sampler.step_count += count
-        for size, alike in itertools.groupby(sizes):
-            same = len([*alike])
-            chains.weights.add(size, index, same)
-            index += same
-        corrects = self._variate is not None and self._variate.gradient is not None
-        chains.counters.gradient_evaluations += sum(sizes) * (2 if corrects else 1)
-        chains.pulse.count += count
-
-    def _record(self, energies: Tensor, size: int) -> Tensor:
-        """Record the last of some steps, with a batch of a size, Ũ/N, log p(θ) and perhaps the term of a variate, shape
-        (2 or 3, C); return its loss."""
-        chains, sampler = self._module.chains, self._sampler
-        chains.clear_gradients(sampler)
-        if len(energies) > 2:
-            chains.observed.correction = exact(energies[2]) * chains.observed.num_data
-        potential, log_prior = energies[:2] if chains.stacked is not None else energies[:2, 0]
-        chains.observed.record(StepEnergy(potential, log_prior, None, size), 0)
-        if sampler.guard is not None:
-            sampler.guard.allows_update()
-        if self._scales is not None:
-            self._scales.after_update()
-        return potential.sum()
-
-    # -- steps one by one ---------------------------------------------------------------------------------------------
-
-    def _make_seen_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> None:
-        """Make a step with all that Lightning does around it; it may be made already, with these energies
-        and size of a batch."""
-        trainer, batches = self._trainer, self._loop.batch_progress
-        batches.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
-        call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
-        batches.increment_started()
-        loss = self._make_step(batch, index, made)
-        batches.increment_processed()
-        call._call_callback_hooks(trainer, "on_train_batch_end", {"loss": loss}, batch, index)
-        trainer._logger_connector.on_batch_end()
-        batches.increment_completed()
-        trainer._logger_connector.update_train_step_metrics()
-
-    def _make_hidden_step(self, batch: Any, index: int) -> None:
-        """Make a step that Lightning does not see."""
-        trainer, module, batches = self._trainer, self._module, self._loop.batch_progress
-        batches.increment_ready()
-        for hook in self._hooks["on_train_batch_start"]:
-            hook(trainer, module, batch, index)
-        batches.increment_started()
-        loss = self._make_step(batch, index)
-        batches.increment_processed()
-        for hook in self._hooks["on_train_batch_end"]:
-            hook(trainer, module, {"loss": loss}, batch, index)
-        batches.increment_completed()
-        self._loop._batches_that_stepped += 1
-        self._counters.hidden_steps += 1
-
-    def _make_step(self, batch: Any, index: int, made: tuple[Tensor, int] | None = None) -> Tensor:
-        """Compute the gradient and make the update, unless it is made; return the loss."""
-        optimizer = self._loop.automatic_optimization.optim_progress.optimizer
-        optimizer.step.increment_ready()
-        optimizer.zero_grad.increment_ready()
-        optimizer.zero_grad.increment_started()
-        optimizer.zero_grad.increment_completed()
-        if made is not None:
-            optimizer.step.increment_completed()
-            self._count([made[1]], index)
-            return self._record(*made)
-        loss = self._compute_step(batch, index)
-        optimizer.step.increment_completed()
-        return loss
-
-    def _compute_step(self, batch: Any, index: int) -> Tensor:
-        """Compute the gradient and make the update; return the loss."""
-        trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
-        chains = module.chains
-        loss: Any = None
-        if chains.traces and chains.stacked is not None:  # one chain gains from many steps at once alone
-            checks = self._checked()
-            try:
-                loss = chains.take_gradient(batch, index, trainer, checks)
-            except NotTraceableError as error:
-                rank_zero_info(f"The steps are not traced, since the network is more than tensor operations: {error}.")
-                chains.stop_tracing(trainer)
-        if loss is None:
-            loss = module.training_step(batch, index)
-            module.optimizer_zero_grad(trainer.current_epoch, index, sampler)
-            module.backward(loss)
-        for hook in hooks["on_before_optimizer_step"]:
-            hook(trainer, module, sampler)
-        if self._clip[0]:
-            module.configure_gradient_clipping(sampler, self._clip[0], self._clip[1])
-        self._update()
-        detached: Tensor = loss.detach()
-        return detached
 
 
 def _joined(lists: Sequence[list[Control]]) -> list[Control]:
@@ -569,23 +470,7 @@ def _joined(lists: Sequence[list[Control]]) -> list[Control]:
     return [*itertools.chain.from_iterable(lists)]
 
 
-def _step_of(sampler: Sampler) -> Callable[[], Any]:
-    """Return the sampler's step, without what torch does around it for profilers if no hook waits there."""
-    step: Any = type(sampler).step
-    return sampler.step if has_hooks(sampler) or not hasattr(step, "hooked") else partial(step.__wrapped__, sampler)
-
-
-def has_hooks(sampler: Any, *known: Any) -> bool:
-    """Return whether functions are called before or after each update of a sampler, but methods of known objects."""
-    hooks = *sampler._optimizer_step_pre_hooks.values(), *sampler._optimizer_step_post_hooks.values()
-    owners = [getattr(hook, "__self__", None) for hook in hooks]
-    return any([owner is None or all(owner is not one for one in known) for owner in owners])
-
-
-def _acts_in_steps(callback: RunCallback) -> bool:
-    """Return whether a callback has a hook in each step, or a claim on it."""
-    return bool(callback.claims) or any(defines(callback, name) for name in OF_A_STEP)
-
-
-def _text(algorithm: Any) -> str | None:
-    return None if algorithm is None else str(getattr(algorithm, "value", algorithm))
+def _plain_energies(energies: ChainEnergies, segment: Segment, step: int) -> Tensor:
+    """Return Ũ/N and log p(θ) of a step of a segment, shape (2, C), without a trace."""
+    places = segment.taken.batches_of(step)
+    return torch.stack([energies.plain(segment.taken.batch(place), segment.factors[place]) for place in places]).mean(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_sgmcmc.chains.callback import PlannedSchedule, RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import Controls
+from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.fit.passes import HiddenEpochs, validates
 from lightning_sgmcmc.namespace import pl
@@ -112,6 +112,7 @@ class NextSeen:
         """
         trainer, loop = self._trainer, self._loop
         step, stepped, batch = trainer.global_step, loop._batches_that_stepped, loop.batch_idx + 1
+        each = trainer.accumulate_grad_batches
         now = time.monotonic() if self._clocks else 0.0
         is_time = any(now - (keeper._last_time_checked or 0.0) >= interval for keeper, interval in self._clocks)
         if trainer.should_stop or trainer.received_sigterm or is_time:
@@ -125,16 +126,15 @@ class NextSeen:
         every = trainer.val_check_batch
         may_validate = self._has_validation and loop._should_check_val_epoch()
         if may_validate and every is not None and not math.isinf(every):
-            due.append(
-                int(every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every)
-            )
-        end = trainer.num_training_batches - batch
+            ahead = every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every
+            due.append(math.ceil((batch % each + ahead) / each))
+        end = math.ceil(trainer.num_training_batches / each) - batch // each
         if late:
-            due.append(next((ahead for ahead in range(1, end) if self._shows(batch + ahead)), end))
+            due.append(next((ahead for ahead in range(1, end) if self._shows((batch // each + ahead) * each)), end))
         count = min(most, end, *due)
-        if (ahead := self._controls.until_samples(count)) is not None:
-            count = ahead
-            due.append(ahead)
+        if (samples := self._controls.until_samples(count)) is not None:
+            count = samples
+            due.append(samples)
         is_seen = count in due or (count == end and not self._epochs.hides(self._has_validation))
         return count, is_seen
 

@@ -6,6 +6,7 @@ callbacks are called, and the loader's next pass begins, as in Lightning's own l
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,15 +53,25 @@ class RowsOfTensors:
 class Taken:
     """Batches of some steps.
 
+    A step's batches are one batch or, if it chooses among J candidates, J batches, each of as many.
+
     Attributes:
         sizes: data of each batch and chain; empty if they differ between chains.
+        each: batches of a step; the last step may have fewer.
         axis: 0 if chains have batches of their own, else None.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], rows: Sequence[tuple[Tensor, list[int]]], kind: type, size: int | None
+        self,
+        tensors: Sequence[Tensor],
+        rows: Sequence[tuple[Tensor, list[int]]],
+        kind: type,
+        size: int | None,
+        each: int,
     ) -> None:
-        self._tensors, self._rows, self._kind = tensors, rows, kind
+        self._tensors, self._rows, self._kind, self.each = tensors, rows, kind, each
+        self.count = len(rows[0][1])
+        """The number of batches."""
         self.axis = None if len(rows) == 1 else 0
         sizes = rows[0][1]
         self.sizes = sizes if all([own == sizes for _, own in rows]) else []
@@ -76,40 +87,61 @@ class Taken:
         same = all([one is own for one, own in zip(self._tensors, other._tensors, strict=True)])
         return same and self._size == other._size and self.axis == other.axis
 
-    def parts(self, *following: "Taken") -> list[Tensor]:
+    def batches_of(self, step: int) -> range:
+        """Return the places of a step's batches; a number below 0 counts from the last step."""
+        first = step % math.ceil(self.count / self.each) * self.each
+        return range(first, min(first + self.each, self.count))
+
+    def parts(self, following: Sequence["Taken"] = (), candidates: int = 1) -> list[Tensor]:
         """Return the tensors of the batches of these steps and of those that follow, shape (K, ..., B, ...).
 
-        They have an axis of chains after that of steps if chains have batches of their own. Shorter batches are filled
-        up with copies of their first datum.
+        They have an axis of candidates after that of steps if there are several, and one of chains before B if chains
+        have batches of their own. Shorter batches are filled up with copies of their first datum.
         """
         chains = range(len(self._rows))
-        filled = [[own._filled(own._rows[chain][0]) for own in (self, *following)] for chain in chains]
+        filled = [[own._filled(own._rows[chain][0], candidates) for own in (self, *following)] for chain in chains]
         of_chains = [torch.cat(own) if following else own[0] for own in filled]
-        at = of_chains[0] if self.axis is None else torch.stack(of_chains, 1)
+        at = of_chains[0] if self.axis is None else torch.stack(of_chains, -2)
         found = [tensor.index_select(0, at.flatten()) for tensor in self._tensors]
         return [part.view(*at.shape, *part.shape[1:]) for part in found]
 
-    def _filled(self, rows: Tensor) -> Tensor:
-        """Return the data of all steps, shape (K, B)."""
+    def _filled(self, rows: Tensor, candidates: int) -> Tensor:
+        """Return the data of all steps, shape (K, B) or (K, J, B)."""
         size, sizes = self._size, self.sizes
         missing = size * len(sizes) - rows.shape[0]
-        if missing == 0:
-            return rows.view(-1, size)
-        if missing == size - sizes[-1]:  # only the last one is short
-            return torch.cat([rows, rows[-sizes[-1] :][:1].expand(missing)]).view(-1, size)
-        return torch.stack([torch.cat([own, own[:1].expand(size - own.shape[0])]) for own in rows.split(sizes)])
+        if 0 < missing == size - sizes[-1]:  # only the last one is short
+            rows = torch.cat([rows, rows[-sizes[-1] :][:1].expand(missing)])
+        elif missing:
+            rows = torch.cat([torch.cat([own, own[:1].expand(size - own.shape[0])]) for own in rows.split(sizes)])
+        return self._of_steps(rows.view(-1, size), candidates)
+
+    def _of_steps(self, batches: Tensor, candidates: int) -> Tensor:
+        """Return numbers of each batch, shape (n, B), as those of steps; copies of the last fill up the last step."""
+        lacking = -len(batches) % self.each
+        whole = torch.cat([batches, batches[-1:].expand(lacking, -1)]) if lacking else batches
+        return whole.reshape(-1, *([candidates] if candidates > 1 else []), whole.shape[1] * self.each // candidates)
 
     @property
     def ends_short(self) -> bool:
-        """Whether the last batch is filled up."""
-        return bool(self.sizes) and self.sizes[-1] < self._size
+        """Whether the last step is filled up."""
+        return bool(self.sizes) and (self.sizes[-1] < self._size or self.count % self.each > 0)
 
-    def weights(self, factors: Sequence[float | None], dtype: torch.dtype) -> Tensor:
-        """Return the weights of the data's log-likelihoods in Ũ/N, shape (K, B), by each step's factor, see
-        `DataWeights`."""
+    def weights(self, factors: Sequence[float | None], dtype: torch.dtype, candidates: int = 1) -> Tensor:
+        """Return the weights of the data's log-likelihoods in Ũ/N, shape (K, B) or (K, J, B), by each batch's factor,
+        see `DataWeights`."""
         own = [1 / size if factor is None else factor for size, factor in zip(self.sizes, factors, strict=True)]
+        counts = self.in_candidates([1] * self.count, candidates).repeat_interleave(self.each // candidates, 1)
+        averaged = torch.tensor(own, dtype=dtype) / counts.flatten()[: self.count]
         is_own = torch.arange(self._size) < torch.tensor(self.sizes)[:, None]
-        return is_own * torch.tensor(own, dtype=dtype)[:, None]
+        found = self._of_steps(is_own * averaged[:, None], candidates)
+        if lacking := -self.count % self.each:
+            found.view(-1, self._size)[-lacking:] = 0
+        return found
+
+    def in_candidates(self, numbers: list[int], candidates: int) -> Tensor:
+        """Return the sum of the numbers of each candidate's batches, shape (K, J)."""
+        lacking = -len(numbers) % self.each
+        return torch.tensor(numbers + [0] * lacking).view(-1, candidates, self.each // candidates).sum(-1)
 
     def batch(self, place: int) -> Any:
         """Return a step's batch as the loader would."""
@@ -146,9 +178,9 @@ class RowsOfPass:
         """Whether the pass's last batch is taken."""
         return bool(self._fetcher.done)
 
-    def take(self, count: int) -> Taken:
-        """Return the batches of the next steps."""
-        taken = Taken(self._tensors, self._taken(count), self._kind, self._size)
+    def take(self, count: int, each: int = 1) -> Taken:
+        """Return the next batches, of steps with so many each."""
+        taken = Taken(self._tensors, self._taken(count), self._kind, self._size, each)
         self._fetcher.fetched += count
         self._fetcher.done = self._fetcher.fetched >= self._fetcher.length
         self._fetcher.iterator._iterator._idx += count

@@ -243,8 +243,8 @@ class ExactResume(RunCallback):
     def free_steps(self, first: int, most: int) -> int:
         return 0 if self._awaits_batches else most  # for which `pass_over` is called
 
-    def pass_over(self, trainer: pl.Trainer, steps: int) -> None:
-        self._count_batches(trainer, steps)
+    def pass_over(self, trainer: pl.Trainer, batches: int) -> None:
+        self._count_batches(trainer, batches)
 
     def _count_batches(self, trainer: pl.Trainer, number: int = 1) -> None:
         self._steps_when_begun = None

@@ -103,7 +103,7 @@ class FlatGroup:
         kept = self._buffers.get(name)
         if kept is not None and state[self.parameters[0]].get(name) is kept[1]:
             return kept[0]
-        rows = torch.zeros_like(self.values)
+        rows = torch.zeros_like(self.values, memory_format=torch.contiguous_format)  # as a compiled step returns it
         views = self.pieces(rows)
         for parameter, view in zip(self.parameters, views, strict=True):
             held = state[parameter].get(name)
@@ -205,9 +205,12 @@ class FlatParameters:
         self.attach_gradients()
         self._is_clear = False
 
-    def set_gradients(self, rows: Tensor) -> None:
-        """Make numbers of shape (C, P) the parameters' gradients."""
-        self.gradients.copy_(rows)
+    def set_gradients(self, rows: Tensor, adds: bool = False) -> None:
+        """Make numbers of shape (C, P) the parameters' gradients, or add them to these."""
+        if adds and not self._is_clear:
+            self.gradients.add_(rows)
+        else:
+            self.gradients.copy_(rows)
         self.attach_gradients()
         self._is_clear = False
 

@@ -5,7 +5,8 @@ The functions take batch gradients `g_j` of the mean potential Ũ/N, with any le
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.row_steps import GradientChoice
 from lightning_sgmcmc.chains.trainer import instances_of, is_logged, log_cost, log_scalars
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
@@ -52,7 +54,7 @@ def index_log_weights(gradients: Tensor, momentum: Tensor | None, law: StepLaw, 
     else:
         inverse = 1 / variance if variance > 0 else 0.0
     wide = widest_dtype(gradients.device)
-    weights = torch.linalg.vector_norm(gradients, dim=-1, dtype=wide).square_() * (force * force * inverse / 2)
+    weights = torch.linalg.vector_norm(gradients, dim=-1, dtype=wide).square() * (force * force * inverse / 2)
     if guess == "one":
         weights += gradients.sum(-1, dtype=wide) * (force * square_root(variance) * inverse)
     elif guess != "zero" and momentum is not None:
@@ -87,11 +89,82 @@ def metropolis_index(log_weights: Tensor, log_uniforms: Tensor) -> tuple[Tensor,
     return index, accepted
 
 
-# -- callback ----------------------------------------------------------------------------------------------------------
+# -- the chains of a fit -----------------------------------------------------------------------------------------------
 
 
 STEPS_DRAWN = 256
 """Steps whose uniform numbers are drawn at once; changing it changes the results of a seed."""
+
+
+class IndexChains:
+    """The Metropolis chains over the candidates of each step of a fit, see `GradientChoice`.
+
+    Attributes:
+        accepted: accepted proposals since they were last set to 0, shape (C,).
+        proposed: all proposals since then.
+    """
+
+    def __init__(
+        self, num_proposals: int, guess: Guess, seed: int, chains: Sequence[int], device: torch.device
+    ) -> None:
+        self.settings: str = guess
+        self.candidates = num_proposals + 1
+        self.accepted = torch.zeros(len(chains), dtype=torch.int64, device=device)
+        self.proposed = 0
+        self._guess: Guess = guess
+        self._seed = seed
+        self._chains = chains
+        self._each_chain = torch.arange(len(chains), device=device)
+        self._drawn: tuple[int, Tensor] | None = None
+
+    def log_uniforms(self, step: int) -> Tensor:
+        """Return logarithms of uniform numbers for a step, functions of (seed, chain, step) alone, shape (C, M)."""
+        block, place = divmod(step, STEPS_DRAWN)
+        if self._drawn is None or self._drawn[0] != block:
+            rows = []
+            for chain in self._chains:
+                generator = torch.Generator().manual_seed(derive_seed(self._seed, "index chain", chain, block))
+                rows.append(torch.rand(STEPS_DRAWN, self.candidates - 1, generator=generator))
+            self._drawn = (block, sent(exact(torch.stack(rows, 1).log()), self.accepted.device))
+        return self._drawn[1][place]
+
+    def chances(self, first: int, data: Tensor) -> Tensor:
+        """Return `log_uniforms` of steps, infinite for what is no candidate: that with less data than the first, and
+        those after it."""
+        found = torch.stack([self.log_uniforms(first + step) for step in range(len(data))])
+        is_whole = (data >= data[:, :1]).cummin(1).values[:, None, 1:]
+        return torch.where(is_whole, found, math.inf)
+
+    def choose(
+        self, rule: Sampler, groups: Sequence[dict[str, Any]], gradients: Tensor, chances: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the chosen of some gradients, shape (C, J, d), and how many proposals each chain accepts."""
+        weights = self._log_weights(rule, groups, gradients)
+        index, accepted = metropolis_index(weights, chances)
+        chosen = gradients[self._each_chain, index]
+        # Bit for bit the candidate's; NaN if any candidate is not finite, so that every rank refuses the step.
+        chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
+        return chosen, accepted
+
+    def end(self, chances: Tensor, counted: Tensor) -> None:
+        """Count the proposals of steps."""
+        self.accepted += counted
+        self.proposed += int((chances < math.inf).sum())
+
+    def _log_weights(self, rule: Sampler, groups: Sequence[dict[str, Any]], candidates: Tensor) -> Tensor:
+        """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
+        sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
+        found = []
+        for group, part in zip(groups, candidates.split(sizes, -1), strict=True):
+            law = rule.law(group)
+            assert law is not None
+            momenta = rule.momenta(group) if self._guess in ("unchanged", "stopped") else None
+            momentum = None if momenta is None else rows_of(momenta, len(part))
+            found.append(index_log_weights(part, momentum, law, self._guess))
+        return functools.reduce(torch.add, found)
+
+
+# -- callback ----------------------------------------------------------------------------------------------------------
 
 
 class EWSG(StepClaimant):
@@ -162,10 +235,7 @@ class EWSG(StepClaimant):
         self._data_so_far = 0
         self._has_gradient: list[bool] = []
         """Whether any candidate of this step has a gradient, for each parameter."""
-        self._momentum: Tensor | None = None
-        self._chances: tuple[int, Tensor] | None = None
-        self._accepted: Tensor | None = None
-        self._proposed = 0
+        self._index: IndexChains | None = None
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
@@ -188,8 +258,8 @@ class EWSG(StepClaimant):
         self._parameters = [p for group in run.sampler.param_groups for p in group["params"]]
         self._sizes = [p.numel() // module.num_chains for p in self._parameters]
         self._has_gradient = [False] * len(self._parameters)
-        self._accepted = torch.zeros(module.num_chains, dtype=torch.int64, device=module.device)
-        self._each_chain = torch.arange(module.num_chains, device=module.device)
+        seed, chains = run.sampler.seed, run.layout.chains
+        self._index = IndexChains(self.num_proposals, self.guess, seed, chains, module.device)
         if saved:
             self._restore(saved)
 
@@ -255,52 +325,15 @@ class EWSG(StepClaimant):
         if self._filled == 0:
             return
         assert self._gradients is not None
-        assert self._accepted is not None
+        assert self._index is not None
         count = next((place for place, data in enumerate(self._data) if data < self._data[0]), self._filled)
-        candidates = self._gradients[:count].transpose(0, 1)
-        weights = self._log_weights(candidates)
-        chances = self._log_uniforms(self.run.sampler.step_count)[:, : count - 1]
-        index, accepted = metropolis_index(weights, chances)
-        self._accepted += accepted
-        self._proposed += chances.numel()
-        chosen = candidates[self._each_chain, index]
-        # Bit for bit the candidate's; NaN if any candidate is not finite, so that every rank refuses the step.
-        chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
+        candidates, sampler = self._gradients[:count].transpose(0, 1), self.run.sampler
+        chances = self._index.log_uniforms(sampler.step_count)[:, : count - 1]
+        chosen, accepted = self._index.choose(sampler, sampler.param_groups, candidates, chances)
+        self._index.accepted += accepted
+        self._index.proposed += chances.numel()
         self._write_gradients(chosen)
         self._filled, self._data = 0, []
-
-    def _log_weights(self, candidates: Tensor) -> Tensor:
-        """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
-        groups = self.run.sampler.param_groups
-        sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
-        found = []
-        for group, part in zip(groups, candidates.split(sizes, -1), strict=True):
-            law = self.run.sampler.law(group)
-            assert law is not None
-            momentum = self._flat_momentum(group, len(part)) if self.guess in ("unchanged", "stopped") else None
-            found.append(index_log_weights(part, momentum, law, self.guess))
-        return functools.reduce(torch.add, found)
-
-    def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
-        momenta = self.run.sampler.momenta(group)
-        if momenta is None:
-            return None
-        if len(self.run.sampler.param_groups) > 1:
-            return rows_of(momenta, chains)
-        self._momentum = rows_of(momenta, chains, out=self._momentum)
-        return self._momentum
-
-    def _log_uniforms(self, step: int) -> Tensor:
-        """Return logarithms of uniform numbers for a step, functions of (seed, chain, step) alone, shape (C, M)."""
-        block, place = divmod(step, STEPS_DRAWN)
-        if self._chances is None or self._chances[0] != block:
-            rows = []
-            for chain in self.run.layout.chains:
-                seed = derive_seed(self.run.sampler.seed, "index chain", chain, block)
-                generator = torch.Generator().manual_seed(seed)
-                rows.append(torch.rand(STEPS_DRAWN, self.num_proposals, generator=generator))
-            self._chances = (block, sent(exact(torch.stack(rows, 1).log()), self._parameters[0].device))
-        return self._chances[1][place]
 
     def _write_gradients(self, chosen: Tensor) -> None:
         """Write the gradients of the chosen batches, shape (C, d), to the parameters."""
@@ -323,10 +356,17 @@ class EWSG(StepClaimant):
         if not is_logged(trainer, self.run.chains, self.run.sampler.step_count):
             return
         log_cost(trainer, self.run.chains)
-        if self._proposed and self._accepted is not None:
-            log_scalars(trainer, {"ewsg/acceptance": self._accepted.sum().item() / self._proposed}, trainer.global_step)
-            self._accepted.zero_()
-            self._proposed = 0
+        index = self._index
+        if index is not None and index.proposed:
+            log_scalars(trainer, {"ewsg/acceptance": index.accepted.sum().item() / index.proposed}, trainer.global_step)
+            index.accepted.zero_()
+            index.proposed = 0
+
+    def acts_in(self, step: int) -> bool:
+        return False
+
+    def step_choice(self) -> GradientChoice | None:
+        return self._index if self.num_proposals else None
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
@@ -342,12 +382,12 @@ class EWSG(StepClaimant):
             trainer.accumulate_grad_batches, self._given_accumulation = self._given_accumulation, None
 
     def end(self) -> None:
-        self._gradients = self._momentum = self._chances = self._accepted = None
+        self._gradients = self._index = None
         self._filled, self._data = 0, []
         self._parameters = []
 
     def state(self) -> dict[str, Any]:
-        if self._accepted is None:
+        if self._index is None:
             return {}
         candidates = None
         if self._filled and self._gradients is not None:  # in the middle of a step
@@ -357,8 +397,8 @@ class EWSG(StepClaimant):
             "data": list(self._data),
             "data_so_far": self._data_so_far,
             "has_gradient": list(self._has_gradient),
-            "accepted": int(self._accepted.sum()),
-            "proposed": self._proposed,
+            "accepted": int(self._index.accepted.sum()),
+            "proposed": self._index.proposed,
             "num_proposals": self.num_proposals,
         }
 
@@ -369,9 +409,9 @@ class EWSG(StepClaimant):
                 f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: "
                 "resume with the same number"
             )
-        assert self._accepted is not None
-        self._accepted[0] += state["accepted"]
-        self._proposed = state["proposed"]
+        assert self._index is not None
+        self._index.accepted[0] += state["accepted"]
+        self._index.proposed = state["proposed"]
         self._data_so_far = state.get("data_so_far", 0)
         if state["candidates"] is not None:
             self._has_gradient = state["has_gradient"]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior, HierarchicalPrior
-from lightning_sgmcmc.callbacks import AutoSampling, ControlVariates, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import EWSG, AutoSampling, ControlVariates, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import block_runs
 from tests.benchmarks.peers.environments import Peer, default_folder, prepare
@@ -95,9 +95,18 @@ def plain(name: str, epochs: int) -> float:
     return time.process_time() - begun
 
 
-def ours(name: str, chains: int, form: str, epochs: int, variates: int = 0) -> float:
-    """Return the seconds of a fit in a form, with control variates of a snapshot every so many epochs if that is not
-    0."""
+WITH: dict[str, dict[str, Callable[[], pl.Callback]]] = {
+    "variates": {
+        "snapshot every epoch": ControlVariates,
+        "snapshot every 10 epochs": partial(ControlVariates, every_n_epochs=10),
+    },
+    "ewsg": {"EWSG(1)": partial(EWSG, 1)},
+}
+"""Callbacks of steps that are timed too."""
+
+
+def ours(name: str, chains: int, form: str, epochs: int, acting: Callable[[], pl.Callback] | None = None) -> float:
+    """Return the seconds of a fit in a form, with a callback of its steps if there is one."""
     net, x, y = problem(name)
     block_runs.FEWEST = math.inf if form == "step" else 0
     block_runs.WORTH_COMPILING = 0 if form == "compiled" else math.inf
@@ -107,8 +116,7 @@ def ours(name: str, chains: int, form: str, epochs: int, variates: int = 0) -> f
         net, likelihood, GaussianPrior(1.0), sampler=SGLD, lr=1e-3, num_chains=chains, seed=0, chain_execution=way
     )
     schedule = SamplingSchedule(burn_in_epochs=epochs // 2, every_n_epochs=max(1, epochs // 10))
-    corrects = [ControlVariates(every_n_epochs=variates)] if variates else []
-    callbacks = [schedule, *corrects, SampleCollector(in_memory=True)]
+    callbacks = [schedule, *([] if acting is None else [acting()]), SampleCollector(in_memory=True)]
     trainer = pl.Trainer(max_epochs=epochs, callbacks=callbacks, **QUIET)
     begun = time.process_time()
     trainer.fit(module, datamodule=DatasetDataModule(TensorDataset(x, y), batch_size=BATCH))
@@ -116,17 +124,19 @@ def ours(name: str, chains: int, form: str, epochs: int, variates: int = 0) -> f
 
 
 class OfFits:
-    """The seconds of a step, from the difference of a long and a short fit; of each the least of all calls."""
+    """The seconds of a step of some batches, from the difference of a long and a short fit; of each the least of all
+    calls."""
 
-    def __init__(self, fit: Callable[[int], float], epochs: int) -> None:
+    def __init__(self, fit: Callable[[int], float], epochs: int, each: int = 1) -> None:
         self._fit = fit
+        self._each = each
         self._least = {epochs: math.inf, epochs // 4: math.inf}
 
     def __call__(self) -> float:
         for epochs, least in self._least.items():
             self._least[epochs] = min(least, self._fit(epochs))
         (long, of_long), (short, of_short) = self._least.items()
-        return (of_long - of_short) / ((long - short) * N / BATCH)
+        return (of_long - of_short) / ((long - short) * N / BATCH / self._each)
 
 
 def by_hand(name: str, chains: int) -> Callable[[], float]:
@@ -214,19 +224,20 @@ def lengths(epochs: int, chains: int) -> dict[str, int]:
     return {"loop": max(8, epochs // chains), "traced": epochs, "compiled": 5 * epochs}
 
 
-def with_variates(networks: list[str], chains: list[int], epochs: int, rounds: int) -> None:
-    """Print the processor time of a step with control variates, in each form."""
+def with_callback(kind: str, networks: list[str], chains: list[int], epochs: int, rounds: int) -> None:
+    """Print the processor time of a step with a callback of a kind, in each form."""
     forms = {"step": epochs // 2, "traced": 5 * epochs, "compiled": 5 * epochs}
-    print(f"| network | chains | snapshot every | {' | '.join(forms)} |\n" + "|---" * (3 + len(forms)) + "|")
+    each = 2 if kind == "ewsg" else 1
+    print(f"| network | chains | with | {' | '.join(forms)} |\n" + "|---" * (3 + len(forms)) + "|")
     for name in networks:
         for number in chains:
-            for every in (1, 10):
-                ours(name, number, "compiled", 24, every)  # compiles
-                fits = [partial(ours, name, number, form, variates=every) for form in forms]
-                timed = [OfFits(fit, longest) for fit, longest in zip(fits, forms.values(), strict=True)]
+            for label, acting in WITH[kind].items():
+                ours(name, number, "compiled", 24, acting)  # compiles
+                fits = [partial(ours, name, number, form, acting=acting) for form in forms]
+                timed = [OfFits(fit, longest, each) for fit, longest in zip(fits, forms.values(), strict=True)]
                 least = [min(run() for _ in range(rounds)) for run in timed]
                 cells = " | ".join(f"{1e6 * seconds:,.0f}" for seconds in least)
-                print(f"| {name} | {number} | {every} epochs | {cells} |", flush=True)
+                print(f"| {name} | {number} | {label} | {cells} |", flush=True)
 
 
 def main() -> None:
@@ -238,6 +249,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="install blackjax in an environment, and time it too")
     parser.add_argument("--fits", type=Path, help="time whole fits instead, and write them to this file")
     parser.add_argument("--variates", action="store_true", help="time steps with control variates instead")
+    parser.add_argument("--ewsg", action="store_true", help="time steps with EWSG of one proposal instead")
     options = parser.parse_args()
     measure_quietly()
     if options.fits is not None:
@@ -245,8 +257,9 @@ def main() -> None:
         options.fits.write_text(json.dumps({"processor seconds": found}, indent=1) + "\n")
         print(options.fits.read_text())
         return
-    if options.variates:
-        with_variates(options.networks, options.chains, options.epochs, options.rounds)
+    if options.variates or options.ewsg:
+        kind = "variates" if options.variates else "ewsg"
+        with_callback(kind, options.networks, options.chains, options.epochs, options.rounds)
         return
     interpreter = (
         prepare(Peer("blackjax", "", ("blackjax==1.7.1",), uses_torch=False), default_folder())

@@ -12,7 +12,7 @@ from pytorch_lightning.profilers import SimpleProfiler
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Gaussian
-from lightning_sgmcmc.callbacks import EWSG, ContourGradient, SamplerCallback
+from lightning_sgmcmc.callbacks import EWSG, ContourGradient, ControlVariates, SamplerCallback
 from lightning_sgmcmc.contour import ContourRules
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import blocks
@@ -71,8 +71,19 @@ def callbacks(*given: pl.Callback, **options: Any) -> dict[str, Any]:
 
 
 CAUSES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
-    "EWSG": (lambda: callbacks(EWSG(1)), ["EWSG chooses", "remove it"]),
-    "accumulation": (lambda: {"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2", "2 times as large"]),
+    "validation within steps": (
+        lambda: callbacks(EWSG(1), data=DatasetDataModule(DATA, val=DATA, batch_size=20), val_check_interval=3),
+        ["every 3 batches", "a multiple of 2"],
+    ),
+    "validation over epochs": (
+        lambda: {
+            "data": DatasetDataModule(DATA, val=DATA, batch_size=20),
+            "accumulate_grad_batches": 2,
+            "val_check_interval": 10,
+            "check_val_every_n_epoch": None,
+        },
+        ["every 10 batches", "a multiple of 2", "an epoch of 7"],
+    ),
     "later accumulation": (
         lambda: callbacks(GradientAccumulationScheduler({0: 1, 2: 2})),
         ["GradientAccumulationScheduler", "larger batches"],
@@ -155,6 +166,10 @@ SINGLES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "clipping": (lambda: {"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "smaller lr"]),
     "a callback": (lambda: callbacks(Sees()), ["Sees acts in each", "remove it"]),
     "a contour": (lambda: callbacks(contour()), ["ContourGradient learns in each", "20,000 steps"]),
+    "changed gradients": (
+        lambda: callbacks(EWSG(1), ControlVariates(), epochs=60),
+        ["ControlVariates changes gradients", "remove one"],
+    ),
     "other data": (
         lambda: {"data": torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=20)},
         ["row by row", "TensorDataset"],

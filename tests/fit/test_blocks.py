@@ -169,6 +169,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "two step sizes": lambda: {
         "module": BayesianModule(network(), Gaussian(0.3), lr={"net.0.*": 1e-3, "*": 5e-4}, num_chains=2, seed=3)
     },
+    "two step sizes of one chain": lambda: {
+        "module": BayesianModule(network(), Gaussian(0.3), lr={"net.0.*": 1e-3, "*": 5e-4}, seed=3)
+    },
     "a temperature for each chain": lambda: {
         "module": BayesianModule(network(), Gaussian(0.3), lr=1e-3, temperature=(1.0, 0.5), num_chains=2, seed=3)
     },

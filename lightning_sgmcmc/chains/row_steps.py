@@ -1,0 +1,242 @@
+"""What the steps that are made at once are functions of: rows, batches, controls, and what callbacks do in each step.
+
+`chains.compiled_step` and `chains.listed_steps` make them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_sgmcmc.chains.traced import check_alike, with_gradient
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.rows import FlatParameters
+from lightning_sgmcmc.tensors import Control, exact
+
+
+class Controls(NamedTuple):
+    """The controls of the coming steps of a group, a number or one for each chain, shape (C,)."""
+
+    lr: list[Control]
+    temperature: list[Control]
+
+
+class StepPart(Protocol):
+    """What a callback does in compiled steps: it scales their gradients, and learns from their energies.
+
+    Attributes:
+        settings: what it computes by, as text.
+        scales: whether `multiplier` returns κ of a step.
+        keeps_each: whether `end` needs the energies of each step.
+        state: tensors that a step changes.
+        fixed: tensors that it reads.
+    """
+
+    settings: str
+    scales: bool
+    keeps_each: bool
+    state: Sequence[Tensor]
+    fixed: Sequence[Tensor]
+
+    def numbers(self, steps: int) -> Tensor:
+        """Return a number of each of the coming steps, shape (K,)."""
+
+    def multiplier(
+        self, state: Sequence[Tensor], fixed: Sequence[Tensor], energies: Tensor, temperature: Tensor, num_data: Tensor
+    ) -> tuple[Tensor | None, Any]:
+        """Return κ of a step, shape (C,), None unless it `scales`, and what `learn` needs, from Ũ/N and log p(θ), shape
+        (2, C)."""
+
+    def learn(self, state: Sequence[Tensor], found: Any, number: Tensor) -> list[Tensor]:
+        """Return the state after a step."""
+
+    def end(self, steps: int, energies: Tensor) -> None:
+        """Take note of steps after which `state` holds theirs; with `keeps_each`, the energies have the shape
+        (K, 2, C)."""
+
+
+@dataclass(frozen=True)
+class ControlVariate:
+    """What reduces the mini-batch noise of steps that are made at once: the batch and all data at a snapshot θ_q.
+
+        g ← g + (1/n)·Σ_{i in batch} ∇ℓ_i(θ_q) + ḡ,   Ũ/N ← Ũ/N + (1/n)·Σ_{i in batch} ℓ_i(θ_q) - ℓ̄
+
+    with ℓ_i = log p(y_i|x_i,θ) of datum i.
+
+    Attributes:
+        values: θ_q, shape (C, P).
+        others: the model's other tensors at that time, by name.
+        gradient: ḡ, the mean over all data of -∇ℓ_i(θ_q), shape (C, P); None if gradients stay as they are.
+        mean: ℓ̄, the mean over all data of ℓ_i(θ_q), shape (C,), float64; None if energies stay as they are.
+        end: is called with the number of steps that were made.
+    """
+
+    values: Tensor
+    others: Mapping[str, Tensor]
+    gradient: Tensor | None
+    mean: Tensor | None
+    end: Callable[[int], None]
+
+    @property
+    def form(self) -> Any:
+        """What it consists of."""
+        return *self.others, self.gradient is None, self.mean is None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, from which `of` makes it again."""
+        last = [tensor for tensor in (self.gradient, self.mean) if tensor is not None]
+        return [self.values, *self.others.values(), *last]
+
+    def of(self, tensors: Sequence[Tensor]) -> "ControlVariate":
+        """Return it with other tensors in the place of its own."""
+        values, *rest = tensors
+        left = iter(rest)
+        others = {name: next(left) for name in self.others}
+        gradient = None if self.gradient is None else next(left)
+        mean = None if self.mean is None else next(left)
+        return replace(self, values=values, others=others, gradient=gradient, mean=mean)
+
+
+class GradientChoice(Protocol):
+    """What chooses the gradient of a step among those of J candidates, each a batch or several.
+
+    Attributes:
+        settings: what it computes by, as text.
+        candidates: J.
+    """
+
+    settings: str
+    candidates: int
+
+    def chances(self, first: int, data: Tensor) -> Tensor:
+        """Return the numbers by which steps choose, the sampler's from `first` on, counted from 0, shape (K, C, J-1).
+
+        Args:
+            data: how many data each candidate has, shape (K, J); 0 for none.
+        """
+
+    def choose(
+        self, rule: Sampler, groups: Sequence[dict[str, Any]], gradients: Tensor, chances: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return one of the gradients, shape (C, J, P), for each chain, shape (C, P), and a count, shape (C,), int64.
+
+        Args:
+            groups: the sampler's groups with the controls of the step, whose parameters are rows.
+            chances: those of the step, shape (C, J-1).
+        """
+
+    def end(self, chances: Tensor, counted: Tensor) -> None:
+        """Take note of steps that were made, and of the sum of their counts, shape (C,)."""
+
+
+class Choices(NamedTuple):
+    """The choices of the coming steps.
+
+    Attributes:
+        by: what chooses.
+        chances: its numbers, shape (K, C, J-1).
+        shares: the weight of each candidate's energy in that of the step, shape (K, J).
+    """
+
+    by: GradientChoice
+    chances: Tensor
+    shares: Tensor
+
+
+def corrected(energies: Tensor) -> Tensor:
+    """Return Ũ/N with its control variate, if it has one, and log p(θ), shape (…, 2, C), from energies of steps."""
+    if energies.shape[-2] == 2:
+        return energies
+    potential, log_prior, term = exact(energies).unbind(-2)
+    return torch.stack([potential + term, log_prior], -2)
+
+
+class RowSteps:
+    """What steps of a sampler that are made at once are functions of, and the check of their energies.
+
+    Args:
+        energies: returns the loss and further tensors, as `RowEnergies` computes them.
+        likelihood: returns the data's part of the loss and of -Ũ/N, as `RowEnergies` does.
+        model: the model that it computes.
+        others: its other tensors, by name.
+        flat: the sampled parameters, with their state as rows.
+        inverse: 1/N, shape ().
+    """
+
+    def __init__(
+        self,
+        energies: Any,
+        likelihood: Any,
+        model: Any,
+        others: Mapping[str, Tensor],
+        flat: FlatParameters,
+        sampler: Sampler,
+        inverse: Tensor,
+    ) -> None:
+        self._energies = energies
+        self._likelihood = likelihood
+        self._model = model
+        self._others = others
+        self._flat = flat
+        self._sampler = sampler
+        self._inverse = inverse
+        self._known: dict[Any, Any] = {}
+        """Functions by what they are made for."""
+
+    def _with_gradient(
+        self,
+        values: Tensor,
+        others: Mapping[str, Tensor],
+        batch: Any,
+        axis: int | None,
+        inverse: Tensor,
+        weights: Tensor,
+        variate: ControlVariate | None,
+        shares: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of a step, shape (C, P), and Ũ/N, log p(θ) and, if a variate corrects energies, its term
+        in Ũ/N, shape (2 or 3, C).
+
+        With the shares of candidates, shape (J,), batch and weights have an axis of these before others. Then it
+        returns all gradients, shape (C, J, P), and the mean of the energies.
+        """
+        if shares is not None:
+
+            def of_candidate(batch: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+                found = with_gradient(self._energies, values, others, batch, axis, inverse, weights)
+                return found[0], found[2]
+
+            gradients, numbers = torch.vmap(of_candidate)(batch, weights)
+            return gradients.transpose(0, 1), (shares[:, None, None] * numbers).sum(0)
+        gradient, _, energies, _ = with_gradient(self._energies, values, others, batch, axis, inverse, weights)
+        if variate is None:
+            return gradient, energies
+        there = {name: variate.others.get(name, tensor) for name, tensor in others.items()}
+        if variate.gradient is None:
+            _, found = self._likelihood(variate.values, there, batch, axis, weights)
+        else:
+            at_snapshot, _, found = with_gradient(self._likelihood, variate.values, there, batch, axis, weights)
+            gradient = gradient - at_snapshot + variate.gradient  # first, to cancel exactly
+        if variate.mean is not None:
+            energies = torch.cat([energies, (found - variate.mean)[None].to(energies.dtype)])
+        return gradient, energies
+
+    @torch.no_grad()
+    def _check_last(
+        self,
+        batches: Sequence[Tensor],
+        structure: Any,
+        axis: int | None,
+        weights: Tensor,
+        last: Tensor,
+        choices: Choices | None,
+    ) -> None:
+        """Raise unless the last step's batch has these energies in the present state."""
+        own = pytree.tree_unflatten([part[-1] for part in batches], structure)
+        shares = None if choices is None else choices.shares[-1]
+        of_last = self._flat.values, self._others, own, axis, self._inverse, weights[-1], None, shares
+        check_alike(self._with_gradient(*of_last)[1], last)
