@@ -57,9 +57,8 @@ class CompiledSteps(RowSteps):
         part: StepPart | None = None,
     ) -> Tensor | None:
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), or (2, 3, C) with
-        the term of a variate of energies.
-
-        If one of these is not finite in some step, or the last state, no step is made, and it returns None.
+        the term of a variate of energies. If one of these is not finite in some step, or the last state, no step is
+        made, and it returns None.
 
         Args:
             batches: the tensors of all steps' batches, shape (K, ...), with an axis of chains after the first if `axis`
@@ -87,17 +86,12 @@ class CompiledSteps(RowSteps):
         is_scaled, groups = part is not None and part.scales, sampler.param_groups
         options = repr([_fixed(group, is_scaled, own) for group, own in zip(groups, counted, strict=True)])
         names = tuple([(place, name) for place, name, _ in buffers])
-        settings = [
-            choices and choices.by.settings,
-            variate and variate.form,
-            part and (part.settings, part.keeps_each),
-        ]
+        settings = choices and choices.by.settings, variate and variate.form, part and (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
         key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, *settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
         scalars = [self._inverse.expand(count), num_data.expand(count)]
-        learned, read = ([], []) if part is None else (part.state, part.fixed)
-        own = [] if part is None else [part.numbers(count)]
+        learned, read, own = ([], [], []) if part is None else (part.state, part.fixed, [part.numbers(count)])
         if choices is not None:
             learned, own = [torch.zeros(len(flat.values), dtype=torch.int64)], [choices.chances, choices.shares]
         fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
@@ -105,8 +99,7 @@ class CompiledSteps(RowSteps):
         of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own]
         if last is not None:
             self._check_last(batches, structure, axis, weights, last, choices)
-        is_new = key not in self._known
-        if is_new:
+        if is_new := key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
             self._known[key] = None, _Room(of_steps, self._most, flat.values.dtype)
@@ -118,8 +111,8 @@ class CompiledSteps(RowSteps):
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
-        carried = self._carried(state, variate, keeps_each)
-        _, *state_after, seen = function(*carried, *fixed, *room.tensors, torch.tensor(count))
+        given = (*self._carried(state, variate, keeps_each), *fixed, *room.tensors, torch.tensor(count))
+        _, *state_after, seen = function(*given)
         begun, energies = (seen[0], seen[:count]) if keeps_each else (seen[0], seen[2:])
         if first is not None:
             check_alike(begun[:2], first)
@@ -128,9 +121,9 @@ class CompiledSteps(RowSteps):
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
-        for group, (lr, _), own_counts in zip(sampler.param_groups, controls, counted, strict=True):
-            group.update({name: lr[-1] for name in FOLLOWING if name in group})
-            group.update({name: group[name] + count for name in own_counts})
+        for group, (lr, _), own_counts in zip(groups, controls, counted, strict=True):
+            after = {name: lr[-1] for name in FOLLOWING if name in group}
+            group.update(after | {name: group[name] + count for name in own_counts})
         if part is not None:
             part.end(count, corrected(energies))
         if variate is not None:

@@ -37,8 +37,7 @@ from lightning_sgmcmc.fit.block_runs import (
     say_compilation,
 )
 from lightning_sgmcmc.fit.checks import take_num_data
-from lightning_sgmcmc.fit.coming import ComingControls, NextSeen
-from lightning_sgmcmc.fit.passes import HiddenEpochs, RowsOfPass, Taken, rows_of_pass
+from lightning_sgmcmc.fit.passes import ComingControls, HiddenEpochs, NextSeen, RowsOfPass, Taken, rows_of_pass
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.fit.single_steps import Made, SingleSteps
 from lightning_sgmcmc.namespace import pl, rank_zero_info
