@@ -216,6 +216,10 @@ def some(names: Sequence[Any]) -> str:
 
 CLOSE = 1e-6
 """Relative difference of two scalings that is rounding."""
+FAR = 1e3
+"""Standard deviations from 0 beyond which predictions in the data's units are float64: float32 has 7 digits."""
+SMALLEST, LARGEST = 1e-35, 1e35
+"""Bounds of the targets' standard deviation, within which float32 holds predictions in the data's units."""
 
 
 @dataclass(frozen=True)
@@ -242,16 +246,27 @@ class TargetScaling:
 
     @classmethod
     def of_datamodule(cls, datamodule: Any) -> "TargetScaling | None":
-        """Return the scaling of a datamodule with a `target_std`, and a `target_mean` unless it is 0; else None."""
+        """Return the scaling of a datamodule with a `target_std`, and a `target_mean` unless it is 0; else None.
+
+        Raises:
+            ValueError: if predictions in the data's units would be no numbers of float32.
+        """
         std = getattr(datamodule, "target_std", None)
         if std is None:
             return None
         mean = getattr(datamodule, "target_mean", None)
-        both = [torch.as_tensor(value).double() for value in (0.0 if mean is None else mean, std)]
+        both = [torch.as_tensor(value, dtype=torch.float64) for value in (0.0 if mean is None else mean, std)]
         if any(value.dim() > 1 and value.numel() > 1 for value in both):
             both = list(torch.broadcast_tensors(*both))
         shape = tuple(both[1].shape) if both[1].dim() > 1 and both[1].numel() > 1 else ()
         means, stds = (tuple(value.reshape(-1).tolist()) for value in both)
+        for mean, own in zip(means, stds if len(stds) == len(means) else stds * len(means), strict=False):
+            if not (SMALLEST < own < LARGEST and abs(mean) < LARGEST):
+                raise ValueError(
+                    f"{type(datamodule).__name__} has targets with mean {mean:.3g} and standard deviation {own:.3g}, "
+                    f"and predictions in float32 need a standard deviation from {SMALLEST:g} to {LARGEST:g}: measure "
+                    "the targets in another unit"
+                )
         return cls(means, stds, tuple(map(plain, getattr(datamodule, "target_names", ()))), shape)
 
     @property
@@ -263,6 +278,12 @@ class TargetScaling:
     def shift(self) -> float | Tensor:
         """What was subtracted from the targets before: a number, or one for each target, of the shape of `factor`."""
         return self._shaped(self.mean)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether targets are so many standard deviations from 0 that float32 would round their differences."""
+        means = self.mean if len(self.mean) == len(self.std) else self.mean * len(self.std)
+        return any(abs(mean) > FAR * abs(std) for mean, std in zip(means, self.std, strict=True))
 
     def _shaped(self, values: tuple[float, ...]) -> float | Tensor:
         return values[0] if len(values) == 1 else torch.tensor(values, dtype=torch.float64).reshape(self.shape or -1)
