@@ -199,6 +199,8 @@ def average_predictions(
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
+    if not len(next(iter(terms.values()))):
+        raise ValueError("x has no inputs to predict")
     bad = not_finite(terms)
     if bool(bad.any()):
         rank_zero_warn(

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.namespace import rank_zero_warn
-from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, column_numbers, is_categorical, is_frame, is_table
+from lightning_sgmcmc.tables.arrays import (
+    as_frame,
+    as_tensor,
+    check_same_rows,
+    column_numbers,
+    is_categorical,
+    is_frame,
+    is_table,
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,14 @@ class InputColumns:
             name: the argument, for messages.
 
         Raises:
-            ValueError: for a missing or an unknown column, a category that the training data lack, or another number
-                of columns.
+            ValueError: for a missing or an unknown column, a category that the training data lack, another number of
+                columns, or an infinite number.
             TypeError: for values that are no numbers.
         """
-        mean, std = self.scaling
-        return self.filled(((self.encoded(x, name) - mean) / std).float())
+        (mean, std), encoded = self.scaling, self.encoded(x, name)
+        if count := int(encoded.isinf().sum()):
+            raise ValueError(f"{name} has {count} infinite values: fill them in, or leave out their rows")
+        return self.filled(((encoded - mean) / std).float())
 
     def filled(self, scaled: Tensor) -> Tensor:
         """Return scaled inputs (n, …) with the mean, 0, where a number is missing that may be."""
@@ -402,7 +412,7 @@ class Columns:
         """Return a batch as in training, (inputs, target): its frames are in the data's units, its tensors are not.
 
         Raises:
-            ValueError: for an array without names whose unit is not known.
+            ValueError: for an array without names whose unit is not known, or rows in two orders.
         """
         if isinstance(batch, Mapping) and self.inputs is not None:
             received = self.inputs.received
@@ -410,10 +420,24 @@ class Columns:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             return batch
         x, y = batch
+        check_same_rows(x, y)
         return (
             self.inputs.received(x) if self.inputs is not None else x,
-            self.targets.received(y) if self.targets is not None else y,
+            self.targets.received(y) if self.targets is not None else self._labels(y),
         )
+
+    def _labels(self, y: Any) -> Any:
+        """Return a series as labels (n,): the places of names among those of the fit, or its numbers; else as given."""
+        if not is_table(y) or is_frame(y):
+            return y
+        if not any(isinstance(name, str) for name in self.classes) or y.dtype.kind in "biuf":
+            return as_tensor("y", y.to_numpy())
+        places = {name: place for place, name in enumerate(self.classes)}
+        labels = list(map(plain, y))
+        unknown = [label for label in labels if label not in places]
+        if unknown:
+            raise ValueError(f"y has the class {unknown[0]!r}, which the fit's data lack: {some(self.classes)}")
+        return torch.tensor([places[label] for label in labels])
 
 
 def check_broadcasts(name: str, scale: float | Sequence[float] | Tensor, target: Tensor) -> None:

@@ -64,6 +64,18 @@ def test_a_loader_that_shuffles_does_not_mix_up_the_data(posterior: Posterior) -
             results(loader)
 
 
+def test_rows_in_two_orders_and_no_rows_are_errors(posterior: Posterior) -> None:
+    frame, labels = pd.DataFrame(x.numpy()), pd.Series(y.numpy())
+    assert posterior.evaluate([(frame, labels)]).bma["nll"] == posterior.evaluate([(x, y)]).bma["nll"]
+    with pytest.raises(ValueError, match=r"another order.*y.loc\[x.index\]"):
+        posterior.evaluate([(frame, labels[::-1])])
+    for ask in (posterior.evaluate, posterior.log_likelihood):
+        with pytest.raises(ValueError, match="no data"):
+            ask([(x[:0], y[:0])])
+    with pytest.raises(ValueError, match="no inputs"):
+        posterior.predict(x[:0])
+
+
 def test_it_is_the_test_of_a_trainer_in_the_datas_units() -> None:
     frame = pd.DataFrame({"a": x[:, 0].numpy(), "b": x[:, 1].numpy()})
     frame["price"] = 100 + 20 * frame["a"] + 5 * torch.randn(61, generator=GENERATOR).numpy()
