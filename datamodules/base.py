@@ -347,11 +347,14 @@ def standardise(train: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, T
     A column that is constant in the training part is only centred. NaN, a target that is not observed, stays NaN and
     does not count.
     """
-    mean, std = train.mean(0), train.std(0, correction=0)
-    if bool(train.isnan().any()):
-        mean = train.nanmean(0)
-        std = (train - mean).square().nanmean(0).sqrt()
-    std = torch.where(std > 1e-12 * mean.abs().clamp_min(1), std, torch.ones_like(std))
+    mean = train.nanmean(0)
+    distance = (train - mean).abs()
+    largest = distance.nan_to_num(0.0, torch.inf).amax(0).clamp_min(torch.finfo(train.dtype).tiny)
+    std = largest * (distance / largest).square().nanmean(0).sqrt()  # whatever the unit: no square over- or underflows
+    varies = std > 1e-12 * mean.abs()
+    std = torch.where(varies, std, torch.ones_like(std))
+    value = train.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0)  # the mean of equal numbers is rounded
+    mean = torch.where(varies | mean.isnan(), mean, value)
     return [((part - mean) / std).float() for part in (train, *others)], mean, std
 
 

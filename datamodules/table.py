@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.tables import Columns, InputColumns, is_frame
-from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, is_categorical, is_table
+from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, check_same_rows, is_categorical, is_table
 from lightning_sgmcmc.tables.columns import plain, some
 
 Task = Literal["regression", "classes", "counts", "censored"]
@@ -51,9 +52,10 @@ class TableDataModule(ArrayDataModule):
         shared: `drop_last`, `seed`, `order`, as in `ArrayDataModule`.
 
     Raises:
-        ValueError: for arrays of other shapes or lengths, values that are not finite, labels below 0, a fraction out
-            of range, a column that the frame has not, or splits with a row twice; for targets that do not have the
-            task, or could have several if it is None; at setup, for a part with fewer than half of its share of rows.
+        ValueError: for arrays of other shapes or lengths, a frame and a series whose rows are in two orders, values
+            that are not finite, labels below 0, a fraction out of range, a column that the frame has not, or splits
+            with a row twice; for targets that do not have the task, or could have several if it is None; at setup, for
+            a part with fewer than half of its share of rows.
         TypeError: for values that are not numbers, or `target` without a frame.
 
     >>> x, y = [[1.0], [2.0], [3.0]], [10.0, 20.0, 30.0]
@@ -230,11 +232,14 @@ def _names(target: Any) -> tuple[Hashable, ...]:
 
 def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
     """Return inputs and targets; with `target` they are columns of one frame."""
+    if isinstance(x, str | Path):
+        raise TypeError(f"x={str(x)!r} is a text: read the table first, as by pandas.read_csv({str(x)!r})")
     if isinstance(y, str):
         raise TypeError(f"y={y!r} is a text: pass target={y!r} if it is a column of x")
     if target is None:
         if y is None:
             raise TypeError("y is missing: pass the targets, or target=… if x is a pandas frame with them")
+        check_same_rows(x, y)
         return x, y if is_table(y) or isinstance(y, Tensor) else np.asarray(y)
     if not is_frame(x) or y is not None:
         what = "y as well" if y is not None else f"x of {type(x).__name__}"

@@ -33,7 +33,7 @@ from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.predictions.distributions import is_discrete
 from lightning_sgmcmc.priors import FlatPrior, Prior
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
-from lightning_sgmcmc.tables.arrays import is_categorical, is_frame
+from lightning_sgmcmc.tables.arrays import check_same_rows, is_categorical, is_frame
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
@@ -104,6 +104,8 @@ class _BayesianEstimator(BaseEstimator):
             reseed_everything(derive_seed(seed, "network"))
             labels = torch.as_tensor(np.unique(y, return_inverse=True)[1]) if task == "classes" else None
             train, val = _parts(len(y), self.validation_fraction, seed, labels)
+            if not len(train):
+                raise ValueError(f"X has {len(y)} rows, of which validation takes {len(val)}: pass two or more")
             size = min(self.batch_size, len(train))
             data = TableDataModule(x, y, size, task=task, splits=(train, val, []))
             data.setup("fit")
@@ -277,12 +279,13 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         """
         _refuse(others)
         x = self._rows(X, first=True)
+        check_same_rows(X, y)
         y = _targets(type(self).__name__, y, numeric=False)
         check_consistent_length(x, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"y has one class, {self.classes_[0]!r}: a classifier needs at least two")
+            raise ValueError(f"y has one class, {self.classes_.tolist()[0]!r}: a classifier needs at least two")
         likelihood = Categorical() if self.likelihood is None else self.likelihood
         if not isinstance(likelihood, ClassLikelihood):
             raise TypeError(f"likelihood={likelihood!r} has no classes: use BayesianRegressor, or Categorical()")
@@ -372,6 +375,7 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
                 f"likelihood={type(likelihood).__name__} is of bounds or positive numbers, which this estimator would "
                 "standardise: fit a BayesianModule with a TableDataModule, or the logarithm of y with Gaussian()"
             )
+        check_same_rows(X, y)
         y = _targets(type(self).__name__, y, numeric=True)
         check_consistent_length(x, y)
         task: Task = "counts" if law is not None and is_discrete(law) else "regression"

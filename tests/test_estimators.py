@@ -269,8 +269,13 @@ def test_what_does_not_fit_is_refused() -> None:
     for likelihood in (Weibull(), Censored(Weibull())):
         with pytest.raises(TypeError, match="bounds or positive numbers"):
             BayesianRegressor(likelihood=likelihood).fit(np.ones((9, 1)), np.ones(9))
-    with pytest.raises(ValueError, match="y has one class"):
+    with pytest.raises(ValueError, match="y has one class, 0:"):
         BayesianClassifier().fit(X, np.zeros(200, int))
+    with pytest.raises(ValueError, match="X has 1 rows, of which validation takes 1: pass two or more"):
+        BayesianRegressor().fit(pd.DataFrame({"a": [1.0]}), [1.0])
+    rows = pd.DataFrame(X)
+    with pytest.raises(ValueError, match="y has the rows of x in another order"):
+        BayesianRegressor().fit(rows, pd.Series(Y)[::-1])
     with pytest.raises(ValueError, match="num_chains must be"):
         BayesianClassifier(num_chains=0).fit(X, LABELS)
     with pytest.raises(ValueError, match=r"validation_fraction must be in \(0, 1\), got 0"):

@@ -59,7 +59,7 @@ print(data.num_data, "training data; target:", f"{data.target_mean:.0f} ± {data
 # %% [markdown]
 # ## A network with two outputs
 #
-# `HeteroscedasticGaussian` takes a mean and a log standard deviation for each example, so some patients may have
+# `HeteroscedasticGaussian` takes a mean and a scale (by softplus) for each example, so some patients may have
 # wider intervals than others. Four chains of `SGHMC` at temperature 1 sample the posterior of the network's
 # weights.
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, OrderSpec, batches_per_epoch, check_order
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.namespace import fabric
+from lightning_sgmcmc.namespace import fabric, rank_zero_warn
 from lightning_sgmcmc.seeding import derive_seed, fit_seed, reseed, reseed_everything, unchanged_generators
 
 move_data_to_device = fabric.utilities.move_data_to_device
@@ -403,6 +403,15 @@ def is_shuffled(loader: Any) -> bool:
     found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
     found += [getattr(sampler, "sampler", None) for sampler in found]
     return any(isinstance(one, ResumableLoader | SHUFFLING) for one in found)
+
+
+def warn_of_order(loader: Any, what: str) -> None:
+    """Warn that results of single data come in the order of one pass, if the loader has another one in every pass."""
+    if is_shuffled(loader):
+        rank_zero_warn(
+            f"The loader shuffles, so the {what} are in the order of this one pass: pass a loader in a fixed order "
+            "(shuffle=False) to match them with the data, or with those of another model."
+        )
 
 
 def flat_loaders(loaders: Any) -> list[Any]:

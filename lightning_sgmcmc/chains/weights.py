@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc import likelihoods
 from lightning_sgmcmc.batches.inputs import fault_of_tokens
@@ -24,6 +25,8 @@ LAST = 64
 """The last batch that is looked at; the others are the first, the second, the fourth, and so on."""
 MOST_TARGETS = 100_000
 """Numbers of a batch's targets above which they are not kept."""
+ROUNDED, LEAST = 0.01, 1e-5
+"""Difference of two log densities of one example, relative and in nats, that may come from rounding or padding."""
 SIGN_LOOKS = 3
 """Looks at log_likelihood's sign."""
 
@@ -68,7 +71,9 @@ class FirstBatches:
             _check_scaling(self._model, target)
             with at_first_chain(self._model, self._chains, batch) as first:
                 each = self._model.log_likelihood(first)
-            check_shape(each)
+                check_shape(each)
+                if self._looks_at_sign:
+                    _check_alone(self._model, first, each)
             self.counted = len(each)
         observed = None if self._model.likelihood is None or target is None else self._model.likelihood.observed(target)
         self.has_missing |= observed is not None and not bool(observed.all())
@@ -133,6 +138,29 @@ def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any)
     at_first = chains.at(0) if chains is not None else nullcontext()
     with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
         yield batch[0] if isinstance(batch, ChainBatches) else batch
+
+
+def _check_alone(model: EnergyModel, batch: Any, each: Tensor) -> None:
+    """Warn if a user's log density of an example depends on how many are in its batch."""
+    count, half = len(each), len(each) // 2
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if half == 0 or not tensors or any(leaf.shape[:1] != (count,) for leaf in tensors):
+        return
+    try:
+        part = pytree.tree_map(lambda leaf: leaf[:half] if isinstance(leaf, Tensor) else leaf, batch)
+        found = model.log_likelihood(part)
+    except Exception:  # code for one size of batch is the user's right
+        return
+    if found.shape != (half,):
+        return
+    differs = ~torch.isclose(found, each[:half], rtol=ROUNDED, atol=LEAST, equal_nan=True)
+    if bool(differs.any()):
+        place = int(differs.nonzero()[0])
+        rank_zero_warn(
+            f"log_likelihood of the same example is {float(each[place]):.4g} in a batch of {count} and "
+            f"{float(found[place]):.4g} in one of {half}: return each example's own log density, without a mean over "
+            "the batch, since the energy adds the data up and scales them to N."
+        )
 
 
 def _check_observed(model: EnergyModel, target: Any) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard, PredictionWriter, RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
+from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chain_model, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
@@ -51,7 +52,7 @@ class _Planned(Exception):
     """Ends a fit once it is planned."""
 
 
-class _Plan(pl.Callback):
+class _Plan(RunCallback):
     """Makes the plan when the fit would begin, or when its first steps have given its length, and ends it."""
 
     plan: RunPlan | None = None

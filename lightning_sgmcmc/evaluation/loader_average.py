@@ -146,6 +146,7 @@ class UserMetrics:
         prediction = model.likelihood.prediction(terms, None)
         predicted, target = model.likelihood.scored(prediction, target)
         if isinstance(prediction, RegressionPrediction):
+            predicted, target = (widest(part) if scaling.is_far else part for part in (predicted, target))
             scale, shift = (
                 part.to(predicted) if isinstance(part, Tensor) else part for part in (scaling.factor, scaling.shift)
             )

@@ -140,7 +140,7 @@ class Scorer:
                     count = fitting(found[0])
                     if count < len(states):
                         together, found = States(states[:count]), [found[0][:count]]
-        if not found:
+        if not any(of_batch[0][0].numel() for of_batch in found):
             raise ValueError("batches has no data to evaluate")
         return [_joined(of_sample) for of_sample in zip(*found, strict=True)]
 

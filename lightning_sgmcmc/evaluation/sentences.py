@@ -108,7 +108,9 @@ def _compared(found: tuple[float, tuple[float, float]], label: str) -> str:
     gain, (low, high) = found
     if not math.isfinite(gain):
         return f"not comparable with {label}"
-    if math.isnan(low) or low <= 0 <= high:
+    if math.isnan(low):
+        return f"not known to differ from {label} ({_signed(gain)} on one datum)"
+    if low <= 0 <= high:
         return f"not significantly different from {label} ({_signed(gain)}, 95 %: {_signed(low)} to {_signed(high)})"
     if gain > 0:
         return f"better than {label} by {gain:.3g} (95 %: {low:.3g} to {high:.3g})"

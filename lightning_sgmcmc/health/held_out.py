@@ -128,7 +128,7 @@ def with_held_out(report: HealthReport, evaluation: Evaluation | None, is_sample
 def _guessing(evaluation: Evaluation) -> Finding | None:
     """Return the finding of an average that is no better than a prediction that does not look at the inputs."""
     ours, guess = evaluation.bma.get("nll", math.nan), evaluation.guessing.get("nll", math.nan)
-    if not ours >= guess:
+    if not ours >= guess or evaluation.guessing.get("accuracy") == 1:  # of one class hindsight knows all
         return None
     sentence = f"guessing: the average is no better than guessing (NLL {ours:.3g} and {guess:.3g})"
     remedy = "train longer, or check that inputs and targets belong together"
@@ -148,7 +148,7 @@ def _better_than_guessing(evaluation: Evaluation) -> str | None:
 def _majority(evaluation: Evaluation) -> Finding | None:
     """Return the finding of classes of which the average predicts the most frequent one only, or no better."""
     ours, guess = evaluation.bma.get("accuracy", math.nan), evaluation.guessing.get("accuracy", math.nan)
-    if not ours <= guess or _guessing(evaluation) is not None:
+    if not ours <= guess or guess == 1 or _guessing(evaluation) is not None:
         return None
     sentence = f"guessing: the accuracy, {ours:.1%}, is no better than that of the most frequent class, {guess:.1%}"
     remedy = "choose classes by the costs of errors, not by the largest probability"

@@ -268,6 +268,9 @@ def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> F
     least_gain = AT_CHANCE * (facts.chance_nll if facts.has_classes else 1.0)
     if facts.chance_nll - (nll[0] - nll[1]) >= least_gain:
         return None
+    if facts.has_classes and facts.chance_nll == 0:
+        sentence = "at chance: the labels of the first batches are all of one class, so there is nothing to learn"
+        return Finding(FindingKind.AT_CHANCE, sentence, "above", remedy="pass data of two classes or more")
     known = "labels' frequencies" if facts.has_classes else "mean of the targets"
     sentence = (
         f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per example, and guessing by the "

@@ -57,7 +57,7 @@ class ClassLikelihood(Likelihood):
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
         metrics = classification_metrics(terms["probabilities"], self.labels(target))
-        metrics["nll"] = -log_density.mean()  # the same number, without the clamp
+        metrics["nll"] = log_density.neg().mean()  # the same number, without the clamp
         return metrics
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:

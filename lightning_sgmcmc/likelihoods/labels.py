@@ -75,7 +75,7 @@ class MultiLabelBernoulli(Likelihood):
         return {
             "accuracy": right.to(p.dtype).mean(),
             "exact": exact.to(p.dtype).mean(),
-            "nll": -log_density.mean(),
+            "nll": log_density.neg().mean(),
             "brier": 2 * (p - target.to(p.dtype)).square().mean(),  # over both classes, as Bernoulli's
             "entropy": _binary_entropy(p).mean(),
         }
@@ -153,7 +153,7 @@ class _DenseCategorical(Likelihood):
         probabilities, labels = self._counted(terms["dense_probabilities"], target)
         found = classification_metrics(probabilities, labels)
         nll, place = found.pop("nll"), next(name for name in self.metric_names if name.endswith("_nll"))
-        return found | {place: nll, "nll": -log_density.mean()} | self._more_metrics(probabilities, labels)
+        return found | {place: nll, "nll": log_density.neg().mean()} | self._more_metrics(probabilities, labels)
 
     def _more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {}

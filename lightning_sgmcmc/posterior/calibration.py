@@ -37,7 +37,7 @@ from lightning_sgmcmc.predictions import (
 from lightning_sgmcmc.predictions.mixture import tempered
 from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.tables import Columns, as_tensor
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import exact, widest
 
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
@@ -218,7 +218,7 @@ def predictions_with_targets(
             check_numbers(what, prediction.mean, target)
             numbers = widest(target.to(prediction.mean.device)).reshape(prediction.mean.shape)
             if scaling is not None:
-                factor, shift = (torch.as_tensor(one).to(numbers) for one in (scaling.factor, scaling.shift))
+                factor, shift = (exact(one).to(numbers) for one in (scaling.factor, scaling.shift))
                 numbers = numbers * factor + shift
             yield (
                 prediction,

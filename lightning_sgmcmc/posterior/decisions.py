@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
+from lightning_sgmcmc.batches.loader import warn_of_order
 from lightning_sgmcmc.chains.execution import StatelessCall, dtype_of, evaluation_mode
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.diagnostics.acquisition import (
@@ -29,7 +30,7 @@ from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Members, Mixture, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed, reseed, unchanged_torch_generators
 from lightning_sgmcmc.tables import as_tensor
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import widest, widest_dtype
 
 Step = Callable[[Tensor, Tensor], Tensor]
 AcquisitionMethod = Literal["bald", "batchbald"]
@@ -80,10 +81,11 @@ class Decisions(StoredSamples):
         """Return log p(y_i | x_i, θ_s) of each datum by each sample, in nats, float64 (S, n), for ArviZ's `loo`.
 
         Densities are in the data's units. Data without an observed target are left out. A calibration does not count,
-        since it is of the average. Samples are in their order; their `weights` are not included.
+        since it is of the average. Samples are in their order; their `weights` are not included. Data are in the order
+        of the loader: `arviz.loo`'s sum is the same in any, `arviz.compare` needs one order for all models.
 
         Args:
-            data: data with targets, as `calibrate` takes them.
+            data: data with targets, as `calibrate` takes them; a loader that does not shuffle.
 
         Raises:
             RuntimeError: if there are no samples, or no model.
@@ -95,6 +97,7 @@ class Decisions(StoredSamples):
             arviz.loo(posterior.to_arviz(log_likelihood=densities))
         """
         self._tell_of_calibration("log_likelihood")
+        warn_of_order(data, "log densities")
         return densities.log_densities(self._ready_model(), self.store, data, "log_likelihood").values
 
     def joint_nll(
@@ -327,9 +330,10 @@ class Decisions(StoredSamples):
             raise TypeError(f"rollout needs the first inputs as one tensor or frame (n, …), got a {type(x).__name__}")
         # A frame is encoded once: its columns must be numbers to come from an output.
         first = columns.encoded(x) if columns is not None else as_tensor("x", x)
-        first = as_tensors(first, model.device, dtype_of(store[0].parameters))
+        dtype, is_far = dtype_of(store[0].parameters), scaling is not None and scaling.is_far
+        first = as_tensors(first, model.device, widest_dtype(model.device) if is_far else dtype)
         mean, std = (0.0, 1.0) if columns is None else (part.to(first) for part in columns.scaling)
-        call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of((inputs - mean) / std)))
+        call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of(((inputs - mean) / std).to(dtype))))
         paths = []
         with evaluation_mode(model), torch.no_grad(), unchanged_torch_generators([model.device]):
             reseed(derive_seed(seed, "rollout"), model.device)  # torch's distributions take no generator

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.execution import evaluation_mode
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count
@@ -120,6 +121,11 @@ def evaluate_samples(
     user.check(model)
     store, log_weights = posterior.store, posterior.log_weights.tolist()
     given = batches_of(data, store.columns, "evaluate")
+    if group is not None and is_shuffled(given):
+        raise ValueError(
+            "group has the labels in the data's order, and the loader shuffles: pass a loader in a fixed order "
+            "(shuffle=False)"
+        )
     if posterior.calibration is not None:
         given = list(given)  # read twice
     batches = tensors_of(given, model, store)

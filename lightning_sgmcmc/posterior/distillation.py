@@ -103,7 +103,8 @@ class Student(nn.Module):
 
     def _prediction(self, output: Tensor) -> Prediction:
         prediction = prediction_of(output, self.classes, self.axis)
-        return prediction if self.scaling is None else prediction.rescaled(self.scaling.shift, self.scaling.factor)
+        units = self.scaling
+        return prediction if units is None else prediction.rescaled(units.shift, units.factor, units.is_far)
 
 
 def prediction_of(output: Tensor, classes: int | None, axis: int = 1) -> Prediction:

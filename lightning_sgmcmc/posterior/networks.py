@@ -204,7 +204,7 @@ class Ensemble(nn.Module):
                 prediction.with_kept(Members(torch.stack(each), torch.as_tensor(self.weights)))
             prediction = self.calibration.applied(prediction)
         if self.scaling is not None:
-            prediction = prediction.rescaled(self.scaling.shift, self.scaling.factor)
+            prediction = prediction.rescaled(self.scaling.shift, self.scaling.factor, self.scaling.is_far)
         chosen = [getattr(prediction, name) for name in self.outputs or outputs_of(prediction)]
         return chosen[0] if len(chosen) == 1 else tuple(chosen)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import is_object
+from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -204,16 +205,15 @@ class Posterior(Decisions):
         The store knows how the fit's datamodule scaled its data. Predictions are in the data's units;
         `posterior.standardised().predict(x)` leaves them as the network sees them. A data frame is in the data's units
         too: its columns are taken by their names, encoded and scaled as in the fit. A tensor or a loader's batch is
-        what the network receives. Small samples stay in memory. On a GPU samples run at once (`torch.vmap`), on a CPU
-        one after another, which is faster there.
+        what the network receives. Numbers whose mean is over 1,000 standard deviations from 0 are float64. Small
+        samples stay in memory. On a GPU samples run at once (`torch.vmap`), on a CPU one after another.
 
         If there are samples of `novelty`, the mutual information (`epistemic`) is theirs, without a calibration, and
         the prediction also has `expected_entropy`. Probabilities, entropy and `aleatoric` are of the weighted samples.
 
         Args:
             x: a data frame, a tensor or an array (n, …), a dict by the names of `forward`, or a tuple of all that it
-                needs; or batches (a loader) of these or as in training, read in one pass. Floats get the samples'
-                dtype.
+                needs; or batches (a loader) of these or as in training. Floats get the samples' dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
@@ -229,7 +229,8 @@ class Posterior(Decisions):
         """
         model = self._ready_model()
         normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
-        x = list(x) if self.novelty is not None and isinstance(x, Iterator) else x  # it is read twice
+        warn_of_order(x, "predictions")
+        x = list(x) if self.novelty is not None and (isinstance(x, Iterator) or is_shuffled(x)) else x  # read twice
         self._ready = ready_samples(self._ready, self.store, model)
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
@@ -243,7 +244,7 @@ class Posterior(Decisions):
         if isinstance(prediction, ClassPrediction) and len(names) == prediction.probabilities.shape[-1]:
             prediction.named(names)
         scaling = self.store.scaling
-        return prediction if scaling is None else prediction.rescaled(scaling.shift, scaling.factor)
+        return prediction if scaling is None else prediction.rescaled(scaling.shift, scaling.factor, scaling.is_far)
 
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
@@ -268,6 +269,7 @@ class Posterior(Decisions):
         return self._predictions(batches, return_samples)
 
     def _predictions(self, batches: Iterable[Any], return_samples: bool) -> Iterator[Prediction]:
+        warn_of_order(batches, "predictions")
         for number, batch in enumerate(batches):
             if number == 1 and self._ready is not None and not self._ready.are_kept:
                 rank_zero_warn(
@@ -400,7 +402,7 @@ class Posterior(Decisions):
         Raises:
             RuntimeError: if there are no samples, or no model.
             TypeError: if `data` has another type.
-            ValueError: if there are no data, they come in another order for each sample, or `group` has another length.
+            ValueError: if there are no data, `group` has another length, or comes with a loader that shuffles.
 
         Example::
 

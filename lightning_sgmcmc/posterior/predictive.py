@@ -23,7 +23,6 @@ from lightning_sgmcmc.batches.inputs import (
     leaves_of,
     with_decoder_inputs,
 )
-from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.execution import (
     MASK_SEED,
     MOST,
@@ -179,11 +178,6 @@ def average_predictions(
     """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`."""
     model, likelihood = samples.model, _likelihood_of(samples.model)
     batches = batches_in(inputs, model.accepted_arguments)
-    if is_shuffled(batches):
-        rank_zero_warn(
-            "The loader shuffles, so the predictions are in the order of this one pass: pass a loader in a fixed order "
-            "to match them with inputs."
-        )
     averages: list[WeightedAverage] = []
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
@@ -205,6 +199,8 @@ def average_predictions(
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
+    if not len(next(iter(terms.values()))):
+        raise ValueError("x has no inputs to predict")
     bad = not_finite(terms)
     if bool(bad.any()):
         rank_zero_warn(

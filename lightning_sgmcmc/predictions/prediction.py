@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.predictions.mixture import Members, Mixture, generator_of, labels_of, moved, tempered
 from lightning_sgmcmc.tables.arrays import as_tensor
 from lightning_sgmcmc.tables.columns import check_broadcasts
-from lightning_sgmcmc.tensors import widest, widest_dtype
+from lightning_sgmcmc.tensors import exact, sent, widest, widest_dtype
 
 ON_REQUEST = "sample_"
 """The beginning of the names of parts with one prediction for each sample."""
@@ -78,13 +78,14 @@ class Prediction:
         moved = self.replaced(**{name: part.to(device) for name, part in vars(self).items()})
         return moved.with_kept(None if self._kept is None else self._kept.to(device))
 
-    def rescaled(self: Kind, mean: Scale, std: Scale) -> Kind:
+    def rescaled(self: Kind, mean: Scale, std: Scale, is_far: bool = False) -> Kind:
         """Return the predictive of y = mean + std·z, where this one is of z; class probabilities have no units.
 
         Args:
             mean: one number, one for each of the D targets, or a tensor that broadcasts to one target: (C, 1, 1) has
                 one for each channel of a field (C, H, W).
             std: likewise.
+            is_far: whether the mean is so many std from 0 that numbers should be float64.
 
         Raises:
             ValueError: for a tensor that does not broadcast, or (C,) for a field.
@@ -483,18 +484,16 @@ class RegressionPrediction(Prediction):
         """
         return self._mixture("sample").sample(self._checked_num(num), seed).to(self.mean.dtype)
 
-    def rescaled(self: OfNumbers, mean: Scale, std: Scale) -> OfNumbers:
+    def rescaled(self: OfNumbers, mean: Scale, std: Scale, is_far: bool = False) -> OfNumbers:
         check_broadcasts("mean", mean, self.mean)
         check_broadcasts("std", std, self.mean)
-        shift, factor = (
-            torch.as_tensor(values, dtype=self.mean.dtype, device=self.mean.device) for values in (mean, std)
-        )
-        places = {name: part * factor + shift for name, part in self.parts.items() if name in ("mean", "sample_means")}
-        widths = {name: part * factor for name, part in self.parts.items() if name in ("std", "epistemic_std")}
-        exact = (
-            torch.as_tensor(values, dtype=widest_dtype(shift.device), device=shift.device) for values in (mean, std)
-        )
-        return self.replaced(**places, **widths)._with_scaled(*exact)
+        wide = widest_dtype(self.mean.device)
+        both = [torch.as_tensor(values, dtype=wide, device=self.mean.device) for values in (mean, std)]
+        shift, factor = both if is_far else (values.to(self.mean.dtype) for values in both)
+        parts = {name: part.to(shift.dtype) for name, part in self.parts.items()}
+        places = {name: part * factor + shift for name, part in parts.items() if name in ("mean", "sample_means")}
+        widths = {name: part * factor for name, part in parts.items() if name in ("std", "epistemic_std")}
+        return self.replaced(**places, **widths)._with_scaled(*both)
 
     def stretched(self: OfNumbers, factor: float) -> OfNumbers:
         """Return the predictive stretched about its mean by a factor, and each sample's with it."""
@@ -513,7 +512,8 @@ class RegressionPrediction(Prediction):
         return self._kept
 
     def _numbers(self, y: Tensor | float) -> Tensor:
-        numbers = (torch.as_tensor(y) if isinstance(y, int | float) else as_tensor("y", y)).to(self.mean.device)
+        own = exact(y) if isinstance(y, int | float) else as_tensor("y", y)
+        numbers = sent(own, self.mean.device)
         if numbers.dim() == 1 and self.mean.shape[1:] == (1,):
             numbers = numbers[:, None]
         if numbers.dim() > 0 and numbers.shape != self.mean.shape:
@@ -529,7 +529,7 @@ class RegressionPrediction(Prediction):
 class CountPrediction(RegressionPrediction):
     """The predictive of n inputs of D counts; its quantiles are integers. Arguments as in `RegressionPrediction`."""
 
-    def rescaled(self: OfNumbers, mean: Scale, std: Scale) -> OfNumbers:
+    def rescaled(self: OfNumbers, mean: Scale, std: Scale, is_far: bool = False) -> OfNumbers:
         """Return this prediction, since counts have no units.
 
         Raises:

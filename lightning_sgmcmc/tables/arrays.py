@@ -24,6 +24,17 @@ def _is_of_pandas(x: Any) -> bool:
     return type(x).__module__.split(".")[0] == "pandas"
 
 
+def check_same_rows(x: Any, y: Any) -> None:
+    """Raise ValueError for a frame and targets of pandas whose index has the same rows in another order."""
+    if not (is_table(x) and is_table(y)) or len(x) != len(y) or x.index.equals(y.index):
+        return
+    if x.index.is_unique and y.index.is_unique and not len(x.index.symmetric_difference(y.index)):
+        raise ValueError(
+            "y has the rows of x in another order, by their index: pass y.loc[x.index], or y.to_numpy() if rows belong "
+            "together by their places"
+        )
+
+
 def as_frame(x: Any) -> Any:
     """Return a frame or series of pandas as a frame, (n, columns) or (n, 1)."""
     frame = x if is_frame(x) else x.to_frame()

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.namespace import rank_zero_warn
-from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, column_numbers, is_categorical, is_frame, is_table
+from lightning_sgmcmc.tables.arrays import (
+    as_frame,
+    as_tensor,
+    check_same_rows,
+    column_numbers,
+    is_categorical,
+    is_frame,
+    is_table,
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,14 @@ class InputColumns:
             name: the argument, for messages.
 
         Raises:
-            ValueError: for a missing or an unknown column, a category that the training data lack, or another number
-                of columns.
+            ValueError: for a missing or an unknown column, a category that the training data lack, another number of
+                columns, or an infinite number.
             TypeError: for values that are no numbers.
         """
-        mean, std = self.scaling
-        return self.filled(((self.encoded(x, name) - mean) / std).float())
+        (mean, std), encoded = self.scaling, self.encoded(x, name)
+        if count := int(encoded.isinf().sum()):
+            raise ValueError(f"{name} has {count} infinite values: fill them in, or leave out their rows")
+        return self.filled(((encoded - mean) / std).float())
 
     def filled(self, scaled: Tensor) -> Tensor:
         """Return scaled inputs (n, …) with the mean, 0, where a number is missing that may be."""
@@ -216,6 +226,10 @@ def some(names: Sequence[Any]) -> str:
 
 CLOSE = 1e-6
 """Relative difference of two scalings that is rounding."""
+FAR = 1e3
+"""Standard deviations from 0 beyond which predictions in the data's units are float64: float32 has 7 digits."""
+SMALLEST, LARGEST = 1e-35, 1e35
+"""Bounds of the targets' standard deviation, within which float32 holds predictions in the data's units."""
 
 
 @dataclass(frozen=True)
@@ -242,16 +256,27 @@ class TargetScaling:
 
     @classmethod
     def of_datamodule(cls, datamodule: Any) -> "TargetScaling | None":
-        """Return the scaling of a datamodule with a `target_std`, and a `target_mean` unless it is 0; else None."""
+        """Return the scaling of a datamodule with a `target_std`, and a `target_mean` unless it is 0; else None.
+
+        Raises:
+            ValueError: if predictions in the data's units would be no numbers of float32.
+        """
         std = getattr(datamodule, "target_std", None)
         if std is None:
             return None
         mean = getattr(datamodule, "target_mean", None)
-        both = [torch.as_tensor(value).double() for value in (0.0 if mean is None else mean, std)]
+        both = [torch.as_tensor(value, dtype=torch.float64) for value in (0.0 if mean is None else mean, std)]
         if any(value.dim() > 1 and value.numel() > 1 for value in both):
             both = list(torch.broadcast_tensors(*both))
         shape = tuple(both[1].shape) if both[1].dim() > 1 and both[1].numel() > 1 else ()
         means, stds = (tuple(value.reshape(-1).tolist()) for value in both)
+        for mean, own in zip(means, stds if len(stds) == len(means) else stds * len(means), strict=False):
+            if not (SMALLEST < own < LARGEST and abs(mean) < LARGEST):
+                raise ValueError(
+                    f"{type(datamodule).__name__} has targets with mean {mean:.3g} and standard deviation {own:.3g}, "
+                    f"and predictions in float32 need a standard deviation from {SMALLEST:g} to {LARGEST:g}: measure "
+                    "the targets in another unit"
+                )
         return cls(means, stds, tuple(map(plain, getattr(datamodule, "target_names", ()))), shape)
 
     @property
@@ -263,6 +288,12 @@ class TargetScaling:
     def shift(self) -> float | Tensor:
         """What was subtracted from the targets before: a number, or one for each target, of the shape of `factor`."""
         return self._shaped(self.mean)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether targets are so many standard deviations from 0 that float32 would round their differences."""
+        means = self.mean if len(self.mean) == len(self.std) else self.mean * len(self.std)
+        return any(abs(mean) > FAR * abs(std) for mean, std in zip(means, self.std, strict=True))
 
     def _shaped(self, values: tuple[float, ...]) -> float | Tensor:
         return values[0] if len(values) == 1 else torch.tensor(values, dtype=torch.float64).reshape(self.shape or -1)
@@ -381,7 +412,7 @@ class Columns:
         """Return a batch as in training, (inputs, target): its frames are in the data's units, its tensors are not.
 
         Raises:
-            ValueError: for an array without names whose unit is not known.
+            ValueError: for an array without names whose unit is not known, or rows in two orders.
         """
         if isinstance(batch, Mapping) and self.inputs is not None:
             received = self.inputs.received
@@ -389,10 +420,24 @@ class Columns:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             return batch
         x, y = batch
+        check_same_rows(x, y)
         return (
             self.inputs.received(x) if self.inputs is not None else x,
-            self.targets.received(y) if self.targets is not None else y,
+            self.targets.received(y) if self.targets is not None else self._labels(y),
         )
+
+    def _labels(self, y: Any) -> Any:
+        """Return a series as labels (n,): the places of names among those of the fit, or its numbers; else as given."""
+        if not is_table(y) or is_frame(y):
+            return y
+        if not any(isinstance(name, str) for name in self.classes) or y.dtype.kind in "biuf":
+            return as_tensor("y", y.to_numpy())
+        places = {name: place for place, name in enumerate(self.classes)}
+        labels = list(map(plain, y))
+        unknown = [label for label in labels if label not in places]
+        if unknown:
+            raise ValueError(f"y has the class {unknown[0]!r}, which the fit's data lack: {some(self.classes)}")
+        return torch.tensor([places[label] for label in labels])
 
 
 def check_broadcasts(name: str, scale: float | Sequence[float] | Tensor, target: Tensor) -> None:

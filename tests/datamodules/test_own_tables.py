@@ -71,6 +71,12 @@ def test_splits_of_the_users_own() -> None:
     [
         ({"target": "cost"}, ValueError, "x has no column 'cost': it has 'a', 'price', 'b'"),
         ({"y": "price"}, TypeError, "y='price' is a text: pass target='price'"),
+        (
+            {"x": "table.csv", "target": "price"},
+            TypeError,
+            r"read the table first.*read_csv\('table.csv'\)",
+        ),
+        ({"y": frame()["price"].iloc[::-1]}, ValueError, "y has the rows of x in another order"),
         ({}, TypeError, "y is missing: pass the targets, or target="),
         ({"y": np.zeros(COUNT), "target": "a"}, TypeError, "got y as well: pass either"),
         ({"x": np.zeros((COUNT, 2)), "target": "a"}, TypeError, "names a column of a pandas frame, got x of ndarray"),

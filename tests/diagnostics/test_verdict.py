@@ -49,6 +49,7 @@ def test_a_right_run_is_a_posterior_sample_without_a_finding() -> None:
 CASES = [
     ({"nll": 2.29}, {}, FindingKind.AT_CHANCE, "start again"),
     ({"nll": 2.29, "num_data": 2000}, {"num_data": 2000}, FindingKind.AT_CHANCE, "lower the temperature (to 0.1)"),
+    ({"nll": 0.02}, {"chance_nll": 0.0, "has_classes": True}, FindingKind.AT_CHANCE, "data of two classes or more"),
     ({"nll": 1.2, "num_data": 2000}, {"num_data": 2000}, FindingKind.TARGET, "lower the temperature (to 0.1)"),
     ({}, {"predictions": ChainDiagnostics(1.3, 9.0, 9.0), "rhat_limit": 1.05}, FindingKind.CHAINS, "7 times as long"),
     ({}, {"growth": AverageGrowth(5, 12, 0.417, 0.429, [0.43] * 6 + [0.6] * 6)}, FindingKind.AVERAGE, "after about 5"),

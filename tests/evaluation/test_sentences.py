@@ -125,6 +125,19 @@ def test_classes() -> None:
     assert "ChainHealth" in said["sampled"] + said["next"]
 
 
+def test_one_datum_and_one_class_are_not_compared_by_hindsight() -> None:
+    """One datum has no interval. Labels of one class are known to a guess that has seen them, so no model beats it."""
+    single = evaluated(Gaussian(1.0), [torch.zeros(1, 1), torch.ones(1, 1)], torch.ones(1, 1))
+    one = five_sentences(single, "test data", None, Claim())
+    assert "nan" not in " ".join(one.values())
+    assert "not known to differ from its mean single sample" in one["gain"]
+    sure = torch.tensor([[3.0, 0.0]]).expand(DATA, 2)
+    evaluation = evaluated(Categorical(), [sure, 0.9 * sure], torch.zeros(DATA, dtype=torch.long))
+    said = five_sentences(evaluation, "test data", None, Claim())
+    assert "guessing" not in said["next"]
+    assert "guessing 0)" in said["quality"]
+
+
 def test_calibration_is_judged_against_chance() -> None:
     """The exact predictive is within chance (a seed of the 95 %), the sharpened one is not."""
     right, sharp = (five_sentences(classified(1, s), "test data", None, Claim())["calibration"] for s in (1.0, 3.0))

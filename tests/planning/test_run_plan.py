@@ -94,6 +94,7 @@ def test_the_plan_of_a_time_has_the_steps_that_fit_into_it(
     planned = re.search(r"Optimizer steps +│ +([\d,]+)", capsys.readouterr().out)
     assert planned is not None
     assert [text for text in caplog.messages if f"AutoSampling: {planned[1]} steps of" in text]
+    assert "_Plan" not in caplog.text, "what makes the plan is nothing of the user's"
     assert 240 <= int(planned[1].replace(",", "")) < 100_000
     assert os.listdir(tmp_path) == ["timed.yaml"]
 

@@ -98,6 +98,8 @@ def test_frames_are_in_the_datas_units(insurance: tuple[Path, TableDataModule], 
         (lambda t: {"input": t.drop(columns="region").to_numpy(float)}, "x is a NumPy array"),
         (lambda t: [t[["age", "rooms"]].to_numpy()], "x is a NumPy array"),
         (lambda t: t["age"], "x has no column 'rooms'"),
+        (lambda t: t.assign(age=np.inf), "x has 20 infinite values: fill them in"),
+        (lambda t: t[:0], "x has no inputs to predict"),
         (lambda t: pandas.concat([t, t[["age"]]], axis=1), "x has the column 'age' twice"),
     ],
 )
@@ -237,6 +239,11 @@ def test_names_of_classes_are_in_the_store(tmp_path: Path) -> None:
     assert posterior.predict(ages).probabilities.argmax(1).tolist() == [0, 1]
     later = TableDataModule(table[table["kind"] == "old"], target="kind", like=posterior)
     assert later.y.unique().tolist() == [1]
+    by_name = posterior.evaluate([(table[["age", "rooms"]], table["kind"])]).bma
+    assert by_name == posterior.evaluate([(table[["age", "rooms"]], (table["kind"] == "old").astype(int))]).bma
+    assert by_name["accuracy"] > 0.9
+    with pytest.raises(ValueError, match="y has the class 'odd', which the fit's data lack"):
+        posterior.evaluate([(table[["age", "rooms"]], table["kind"].replace("old", "odd"))])
     with pytest.raises(ValueError, match="y has the class 'odd', which the fit's data lack"):
         TableDataModule(table.assign(kind="odd"), target="kind", like=posterior)
 

@@ -53,6 +53,29 @@ def test_the_metrics_of_all_data_and_of_groups(posterior: Posterior) -> None:
         posterior.evaluate(x)
 
 
+def test_a_loader_that_shuffles_does_not_mix_up_the_data(posterior: Posterior) -> None:
+    loader = DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True)
+    group = (x[:, 1] > 0).tolist()
+    with pytest.raises(ValueError, match=r"shuffles.*shuffle=False"):
+        posterior.evaluate(loader, group=group)
+    assert posterior.evaluate(loader).bma["nll"] == pytest.approx(posterior.evaluate([(x, y)]).bma["nll"], rel=1e-5)
+    for results in (posterior.log_likelihood, lambda given: list(posterior.predict_batches(given)), posterior.predict):
+        with pytest.warns(UserWarning, match="order of this one pass"):
+            results(loader)
+
+
+def test_rows_in_two_orders_and_no_rows_are_errors(posterior: Posterior) -> None:
+    frame, labels = pd.DataFrame(x.numpy()), pd.Series(y.numpy())
+    assert posterior.evaluate([(frame, labels)]).bma["nll"] == posterior.evaluate([(x, y)]).bma["nll"]
+    with pytest.raises(ValueError, match=r"another order.*y.loc\[x.index\]"):
+        posterior.evaluate([(frame, labels[::-1])])
+    for ask in (posterior.evaluate, posterior.log_likelihood):
+        with pytest.raises(ValueError, match="no data"):
+            ask([(x[:0], y[:0])])
+    with pytest.raises(ValueError, match="no inputs"):
+        posterior.predict(x[:0])
+
+
 def test_it_is_the_test_of_a_trainer_in_the_datas_units() -> None:
     frame = pd.DataFrame({"a": x[:, 0].numpy(), "b": x[:, 1].numpy()})
     frame["price"] = 100 + 20 * frame["a"] + 5 * torch.randn(61, generator=GENERATOR).numpy()

@@ -1,9 +1,11 @@
 """Predictions of standardised targets are in the data's units, from a fit and from its store, unless one asks."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +13,7 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PredictionWriter, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.datamodules import ArrayDataModule, Split
+from lightning_sgmcmc.datamodules import ArrayDataModule, Split, TableDataModule
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from tests.support.trainers import quiet_trainer
@@ -67,6 +69,64 @@ def test_predictions_are_in_the_datas_units(tmp_path: Path) -> None:
         (written,) = folder.rglob("predictions.safetensors")
         expected = later.predict(part.inputs).mean if original else plain.mean
         torch.testing.assert_close(load_file(written)["mean"], expected)
+
+
+def in_units(x: Any, y: Any, new: Any, targets: Any) -> dict[str, Any]:
+    """What a fit of a table says of new rows and their targets."""
+    data = TableDataModule(x, y, task="regression", batch_size=60, val_fraction=0.0, test_fraction=0.0)
+    torch.manual_seed(0)
+    module = BayesianModule(nn.Linear(1, 1), Gaussian(NOISE), lr=0.05, seed=0)
+    callbacks = [SamplingSchedule(50, every_n_steps=10), SampleCollector(in_memory=True)]
+    quiet_trainer(max_steps=100, callbacks=callbacks).fit(module, datamodule=data)
+    assert module.posterior is not None
+    posterior, inputs = module.posterior, module.posterior.inputs(new)
+    later = TableDataModule(new, targets, splits=([], range(len(new)), []), like=posterior)
+    prediction, found = posterior.predict(inputs), posterior.evaluate(later, metrics={"bias": bias}).bma
+    conformal = posterior.conformal(later, 0.5).predict(inputs)
+    places = {"mean": prediction.mean, "low": prediction.interval(0.9)[0], "set": conformal.low}
+    places |= {"sample": prediction.sample(2), "ensemble": posterior.ensemble()(inputs)[0]}
+    widths = {"std": prediction.std, "rmse": torch.tensor(found["rmse"]), "bias": torch.tensor(found["bias"])}
+    place = float(targets[0])
+    units = {"nll": found["nll"], "cdf": prediction.cdf(place), "coverage": found["coverage_90"]}
+    return {"places": places, "widths": widths, "units": units}
+
+
+def bias(mean: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (mean - target).double().mean()
+
+
+@pytest.mark.parametrize(("shift", "unit"), [(0.0, 1e-13), (0.0, 1e-30), (0.0, 1e30), (1e9, 1.0), (-3e7, 10.0)])
+def test_no_unit_of_a_table_changes_what_is_found(shift: float, unit: float) -> None:
+    """Standardised data are the same in any unit, and so are all results but for it: seconds since 1970, farads."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(80, 1))
+    y = 3 + x[:, 0] + NOISE * generator.normal(size=80)
+    plain = in_units(x[:60], y[:60], x[60:], y[60:])
+    x, y = shift + unit * x, shift + unit * y
+    other = in_units(x[:60], y[:60], x[60:], y[60:])
+    for name, expected in plain["places"].items():
+        torch.testing.assert_close(
+            (other["places"][name].double() - shift) / unit, expected.double(), atol=1e-4, rtol=0
+        )
+    for name, expected in plain["widths"].items():
+        torch.testing.assert_close(other["widths"][name].double() / unit, expected.double(), atol=1e-4, rtol=1e-4)
+    assert other["units"]["nll"] - math.log(unit) == pytest.approx(plain["units"]["nll"], abs=1e-4)
+    torch.testing.assert_close(other["units"]["cdf"].double(), plain["units"]["cdf"].double(), atol=1e-3, rtol=0)
+    assert other["units"]["coverage"] == plain["units"]["coverage"]
+
+
+def test_a_unit_beyond_float32_is_an_error() -> None:
+    x = torch.randn(20, 1, generator=torch.Generator().manual_seed(0)).double()
+    with pytest.raises(ValueError, match=r"standard deviation .*e-50.*another unit"):
+        in_units(x, 1e-50 * x[:, 0], x, 1e-50 * x[:, 0])
+
+
+def test_a_constant_column_is_centred_in_any_unit() -> None:
+    for value in (0.1, 1e25 / 3, -1e-20 / 3):
+        x = torch.stack([torch.arange(50.0).double(), torch.full((50,), value, dtype=torch.float64)], 1)
+        data = TableDataModule(x, x[:, 0], task="regression", val_fraction=0.0, test_fraction=0.0)
+        data.setup("fit")
+        assert data.splits[0].inputs[:, 1].unique().tolist() == [0.0]
 
 
 def test_a_store_without_scaling_predicts_as_before(tmp_path: Path) -> None:
