@@ -234,11 +234,7 @@ class Posterior(Decisions):
         self._ready = ready_samples(self._ready, self.store, model)
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
-        if (
-            self.novelty is not None
-            and isinstance(prediction, ClassPrediction | MultiLabelPrediction)
-            and "mutual_information" in prediction.parts  # not of calibrated ones of many inputs
-        ):
+        if self.novelty is not None and isinstance(prediction, ClassPrediction | MultiLabelPrediction):
             prediction = prediction.with_epistemic_of(self.novelty.predict(x))
         names = self.store.columns.classes
         if isinstance(prediction, ClassPrediction) and len(names) == prediction.probabilities.shape[-1]:

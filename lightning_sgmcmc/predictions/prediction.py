@@ -233,7 +233,12 @@ class _OfProbabilities(Prediction):
         super().__init__(**parts, sample_probabilities=sample_probabilities, expected_entropy=expected_entropy)
 
     def with_epistemic_of(self: OfClasses, other: Prediction) -> OfClasses:
-        """Return this predictive with the mutual information of other samples; `aleatoric` stays that of its own."""
+        """Return this predictive with the mutual information of other samples; `aleatoric` stays that of its own.
+
+        A calibrated one of many inputs has neither, and stays as it is.
+        """
+        if "mutual_information" not in vars(self):
+            return self
         return self.replaced(expected_entropy=self.aleatoric, mutual_information=other.mutual_information)
 
     @property
