@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
 
 from lightning_sgmcmc import (
     SGHMC,
     BayesianModule,
     Bernoulli,
+    Categorical,
     GaussianPrior,
     LaplacePrior,
     NonFiniteEnergyError,
+    ResumableLoader,
     StudentTPrior,
 )
 from lightning_sgmcmc.callbacks import (
@@ -60,6 +62,19 @@ class Loss(BayesianModule):
 
     def log_likelihood(self, batch: Any) -> Tensor:
         return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Joined(BayesianModule):
+    """Its batch is one of each of several loaders."""
+
+    def inputs_and_target(self, batch: Any) -> tuple[Any, Any]:
+        if isinstance(batch[0], Tensor):
+            return super().inputs_and_target(batch)
+        return torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
+
+
+ONE = data()
+TWICE = ConcatDataset([ONE, ONE])
 
 
 class Loader:
@@ -237,6 +252,34 @@ WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
         {},
         "drop_last=True leaves out the last 6 of 24 training data in every epoch, because the loader does not shuffle",
     ),
+    *(
+        (
+            module,
+            DataLoader(repeated, BATCH, shuffle=True),
+            {},
+            f"{more} of the {COUNT + more} training data that N counts",
+        )
+        for more, repeated in (
+            (8, Subset(ONE, [*range(COUNT), *range(8)])),
+            (COUNT, TWICE),
+            (6, Subset(TWICE, range(COUNT + 6))),
+            (6, ConcatDataset([Subset(ONE, range(20)), Subset(ONE, range(14, COUNT))])),
+            (1, Subset(ONE, [*range(COUNT), -1])),
+        )
+    ),
+    (
+        module,
+        DataLoader(data(), BATCH, sampler=SubsetRandomSampler([*range(COUNT), 0, 1])),
+        {},
+        f"2 of the {COUNT + 2} training data that N counts",
+    ),
+    (module, ResumableLoader(TWICE, BATCH), {}, f"{COUNT} of the {2 * COUNT} training data that N counts"),
+    (
+        lambda: Joined(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01, num_data=COUNT),
+        [loader(), loader()],
+        {},
+        "An epoch had more than num_data=24 data, 48 in 3 batches",
+    ),
     (lambda: module(lr=0.0), None, {}, "lr=0: no parameter moves, so its samples all equal its start"),
     (lambda: module(lr=[0.0, 0.0], num_chains=2), None, {}, "lr=0: no parameter moves"),
     (
@@ -273,15 +316,18 @@ def test_right_runs_are_not_suspected() -> None:
         (module(net=nn.Sequential(nn.Linear(2, 2), nn.LogSoftmax(-1))), loader()),
         (module(prior=GaussianPrior({"*.bias": 1.0, "*.weight": 2.0, "*": 3.0})), loader()),
         (module(num_data=COUNT), DataLoader(Stream(data()), BATCH)),
+        (module(), DataLoader(ConcatDataset([Subset(ONE, range(10)), Subset(ONE, range(10, COUNT))]), BATCH)),
     ]
     for model, train in right:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(model, train=train, max_epochs=22 if isinstance(model.likelihood, Bernoulli) else 3)
         texts = [str(warning.message) for warning in caught]
-        assert not [t for t in texts if "first" in t or "An epoch" in t or "drop_last" in t or "temperature=0" in t], (
-            texts
-        )
+        assert not [
+            t
+            for t in texts
+            if "first" in t or "An epoch" in t or "repeat" in t or "drop_last" in t or "temperature=0" in t
+        ], texts
 
 
 def test_a_label_that_bernoulli_does_not_know_has_probability_zero() -> None:
