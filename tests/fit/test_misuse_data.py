@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ class Function(nn.Module):
         return self.function(self.layer(x))
 
 
+class Auxiliary(nn.Linear):
+    """Returns a second output in training mode, as networks with auxiliary heads do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, input: Tensor) -> Any:
+        output = super().forward(input)
+        return (output, output) if self.training else output
+
+
 class Loss(BayesianModule):
     """Its log-likelihood has the sign of a loss."""
 
@@ -93,6 +105,17 @@ def softmax(x: Tensor) -> Tensor:
 
 PATTERN = "which no trainable parameter matches (net.weight, net.bias, …): correct or remove it"
 REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = [
+    *(
+        (
+            partial(module, net=Function(several, 2), num_chains=chains),
+            None,
+            TypeError,
+            "and Categorical takes one tensor: return it alone, in training mode too, or override output_of(inputs)",
+        )
+        for several in (lambda x: (x, x), lambda x: [x], lambda x: {"a": x, "b": x})
+        for chains in (1, 2)
+    ),
+    (lambda: module(net=Auxiliary()), None, TypeError, "the network returned a tuple of 2, and Categorical takes one"),
     (
         lambda: module(net=nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))),
         None,
