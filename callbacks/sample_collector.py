@@ -178,14 +178,33 @@ class SampleCollector(SamplerCallback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
             _warn_of_first_weights(sampling_module(pl_module, self), "validation_step")
+            self._warn_of_later_samples(trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _warn_of_first_weights(sampling_module(pl_module, self), "test_step")
+        self._warn_of_later_samples(trainer)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = None if self.posterior is None else self.posterior.model
         if model is not None and model is not pl_module:
             model.to(pl_module.device)
+        self._warn_of_later_samples(trainer)
+
+    def _warn_of_later_samples(self, trainer: pl.Trainer) -> None:
+        """Warn if samples are evaluated that were drawn after the checkpoint whose weights are loaded."""
+        restored, store = self._restored, self._store
+        if not trainer.ckpt_path or restored is None or store is None or len(store) == 0:
+            return
+        if isinstance(store, DiskStore) and restored.get("run") not in (None, store.run_id):
+            return
+        last = restored.get("last_step", max((sample["step"] for sample in restored.get("samples", ())), default=0))
+        later = sum(record.step > last for record in store.records)
+        if later:
+            rank_zero_warn(
+                f"{later} of the {len(store)} samples were drawn after step {last}, that of the last one in ckpt_path, "
+                "whose weights alone are loaded: averages are of all samples. Of those until then, "
+                f"`posterior[:{len(store) - later}].evaluate(data)`."
+            )
 
     @property
     def reads_all_samples(self) -> bool:

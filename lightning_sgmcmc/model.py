@@ -132,16 +132,27 @@ class EnergyModel(pl.LightningModule):
         return unwrapped(called(self, inputs, self.accepted_arguments))
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the output and the target of a batch, for a causal language model's "labels" the next tokens."""
+        """Return the output and the target of a batch, for a causal language model's "labels" the next tokens.
+
+        Raises:
+            TypeError: if a network returns several tensors to a likelihood of this library.
+        """
         inputs, target = self.inputs_and_target(batch)
         likelihood = self.likelihood
         if isinstance(likelihood, TokenCategorical) and self.takes_next_tokens(batch):
             target = next_tokens(target, inputs.get(MASK), likelihood.ignore_index)
         try:
-            return self.output_of(inputs), target
+            output = self.output_of(inputs)
         except RuntimeError as error:
             check_dtype(self, inputs, error)
             raise
+        takes_tensors = type(likelihood).__module__.startswith(Likelihood.__module__.removesuffix(".base"))
+        if takes_tensors and isinstance(output, tuple | list | Mapping):
+            raise TypeError(
+                f"the network returned a {type(output).__name__} of {len(output)}, and {type(likelihood).__name__} "
+                "takes one tensor: return it alone, in training mode too, or override output_of(inputs)"
+            )
+        return output, target
 
     def takes_next_tokens(self, batch: Any) -> bool:
         """Return whether the labels of a batch are shifted: those that the network itself would shift."""

@@ -20,7 +20,7 @@ from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.fit.block_runs import has_blocks
-from lightning_sgmcmc.fit.checks import check_namespace, warn_of_other_loss
+from lightning_sgmcmc.fit.checks import OtherGradients, check_namespace, warn_of_other_loss
 from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.fit.safeguards import Safeguards
@@ -141,6 +141,8 @@ class BayesianModule(ChainModel):
         self.chains.sharing.choose(sampled, frozen_dropout)
         self._looks_at_loss = 0
         """Coming backward passes whose loss is compared with the energy, each a wait for the device."""
+        self._other_gradients: OtherGradients | None = None
+        """Looks at what a user's hooks make of the coming gradients."""
         self.plan: RunPlan | None = None
         """What the fit reaches and costs by its settings, once it begins; None without a schedule."""
         self.posterior: Posterior | None = None
@@ -270,6 +272,8 @@ class BayesianModule(ChainModel):
             differs = warn_of_other_loss(self.trainer, self, loss)
             self._looks_at_loss = 0 if differs else self._looks_at_loss - 1
         self.chains.backward(loss, *args, **kwargs)
+        if self._other_gradients is not None:
+            self._other_gradients.keep(self.chains)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -292,6 +296,8 @@ class BayesianModule(ChainModel):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradient of each chain by its own norm."""
+        if self._other_gradients is not None:
+            self._other_gradients.compare(self.chains)
         by_chain = bool(gradient_clip_val) and gradient_clip_algorithm != "value"
         if not (by_chain and self.chains.clip_gradients(float(gradient_clip_val or 0))):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -357,6 +363,7 @@ class BayesianModule(ChainModel):
         check_methods(self, BayesianModule)
         chains = self.chains
         self._looks_at_loss = 3 if self.replaces("training_step") else 0
+        self._other_gradients = OtherGradients(self.trainer, self)
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:

@@ -209,6 +209,34 @@ def targets_in_memory(dataset: Any) -> Tensor | None:
     return tensors[1] if isinstance(tensors, tuple) and len(tensors) == 2 else None
 
 
+NESTED = (Subset, torch_data.ConcatDataset)
+"""Data sets that hold rows of others."""
+
+
+def repetitions(rows: TrainingRows) -> int:
+    """Return how many of the rows repeat others, as far as indices, `Subset` and `ConcatDataset` show."""
+    if rows.indices is None or (isinstance(rows.indices, range) and not isinstance(rows.dataset, NESTED)):
+        return 0
+    found: dict[int, list[Tensor]] = {}
+    _trace(rows.dataset, rows.indices, found)
+    return sum(len(drawn) - len(drawn.unique()) for drawn in map(torch.cat, found.values()))
+
+
+def _trace(dataset: Any, indices: Any, found: dict[int, list[Tensor]]) -> None:
+    """Add the indices of rows in the data sets that hold them, by their identity."""
+    drawn = torch.as_tensor(indices if isinstance(indices, Tensor) else list(indices), dtype=torch.int64)
+    drawn = torch.where(drawn < 0, drawn + (len(dataset) if hasattr(dataset, "__len__") else 0), drawn)
+    if isinstance(dataset, Subset):
+        _trace(dataset.dataset, torch.as_tensor(dataset.indices, dtype=torch.int64)[drawn], found)
+    elif isinstance(dataset, torch_data.ConcatDataset):
+        start = 0
+        for part, stop in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
+            _trace(part, drawn[(drawn >= start) & (drawn < stop)] - start, found)
+            start = stop
+    else:
+        found.setdefault(id(dataset), []).append(drawn)
+
+
 _OBSERVED: "WeakKeyDictionary[Any, tuple[Any, int]]" = WeakKeyDictionary()
 """The number of observed targets of each loader's rows."""
 _KNOWN: "WeakKeyDictionary[Any, tuple[Any, TrainingRows]]" = WeakKeyDictionary()

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc import likelihoods
 from lightning_sgmcmc.batches.inputs import fault_of_tokens
-from lightning_sgmcmc.batches.loader import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches, flat_loaders
 from lightning_sgmcmc.batches.rows import contradiction, training_rows
 from lightning_sgmcmc.chains.execution import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.chains.layout import ChainLayout
@@ -302,7 +302,7 @@ class DataWeights:
         steps, sizes = math.ceil(batches / each), self.rows.sizes_of(int(batches))
         if not self.counts_rows:
             # An epoch may leave out rows: by drop_last, or limit_train_batches.
-            come = min(1.0, batches / _length(self._trainer.train_dataloader))
+            come = min(1.0, batches / _epoch_length(self._trainer))
             if sizes is not None and self.rows.share:
                 come = sum(sizes) / self.rows.share
             return self.num_data * come / self._layout.ranks_per_chain / steps
@@ -390,7 +390,7 @@ class DataWeights:
         batches = float(trainer.num_training_batches)
         if not trainer.is_last_batch or self._batches != trainer.fit_loop.batch_idx + 1:
             return
-        if math.isfinite(batches) and not self._batches == batches == _length(trainer.train_dataloader):
+        if math.isfinite(batches) and not self._batches == batches == _epoch_length(trainer):
             return
         if self.rows.dataset is None and len(self._sizes) > 1:
             self._measured = (self._counted, self._batches)
@@ -462,6 +462,13 @@ class DataWeights:
                 "the number of different training data, to which the prior and the noise are scaled (if an epoch is no "
                 "pass over the data, pass limit_train_batches)."
             )
+
+
+def _epoch_length(trainer: pl.Trainer) -> float:
+    """Return the batches of an epoch of all training loaders, without the trainer's limits; infinite if unknown."""
+    lengths = [_length(loader) for loader in flat_loaders(trainer.train_dataloader)]
+    ends_first = getattr(trainer.fit_loop._combined_loader, "_mode", None) == "min_size"
+    return min(lengths) if ends_first else max(lengths)
 
 
 def _length(loader: object) -> float:

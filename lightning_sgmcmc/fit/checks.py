@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_sgmcmc.batches.inputs import leaves_of
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder
-from lightning_sgmcmc.batches.rows import resolve_num_data, stream_of, training_rows
-from lightning_sgmcmc.chains.callback import has_loss_scaler
-from lightning_sgmcmc.chains.chains import ChainModel, chains_of, is_per_chain, sampler_of
+from lightning_sgmcmc.batches.rows import repetitions, resolve_num_data, stream_of, training_rows
+from lightning_sgmcmc.chains.callback import RunCallback, has_loss_scaler
+from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, is_per_chain, sampler_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
 from lightning_sgmcmc.chains.trainer import (
@@ -26,6 +26,7 @@ from lightning_sgmcmc.chains.trainer import (
     is_trial,
     repeated_batches,
 )
+from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, definer
 from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
@@ -205,6 +206,51 @@ def warn_of_other_loss(trainer: pl.Trainer, module: ChainModel, loss: torch.Tens
     return True
 
 
+OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
+"""Hooks that see a step's gradients before the sampler."""
+
+
+class OtherGradients:
+    """Compares the gradients of a fit's first steps before and after the hooks of users that see them.
+
+    Each of these steps copies the gradients and waits for the device.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: ChainModel, steps: int = 3) -> None:
+        names = [
+            f"{type(part).__name__}.{name}"
+            for part in (*callbacks_of(trainer), module)
+            for name in OF_GRADIENTS
+            if not isinstance(part, RunCallback)
+            and (name in vars(part) or not definer(part, name).__module__.startswith((OWN, LIGHTNING)))
+        ]
+        self._who = " or ".join(names)
+        self._left = steps if names and not has_loss_scaler(trainer) else 0
+        self._before: list[Tensor] = []
+
+    def keep(self, chains: Chains) -> None:
+        """Keep the gradients after a backward pass, before the hooks."""
+        if self._left and chains.accumulation.batch_complete and chains.claims.holder("choose gradient") is None:
+            self._before = [gradient.detach().clone() for gradient in chains.gradients()]
+
+    def compare(self, chains: Chains) -> None:
+        """Warn, once, if they are others before they are clipped."""
+        before, self._before = self._before, []
+        if not before:
+            return
+        after = chains.gradients()
+        self._left -= 1
+        if len(before) == len(after) and all(map(torch.equal, before, after)):
+            return
+        self._left = 0
+        norms = [float(torch.stack([gradient.norm() for gradient in some]).norm()) for some in (before, after)]
+        rank_zero_warn(
+            f"{self._who} changes the gradients, in norm from {norms[0]:.4g} to {norms[1]:.4g}: the chain then follows "
+            "another energy than U, which no plan or weight knows. Clip by the trainer's gradient_clip_val, if at all; "
+            "terms of the energy belong into log_likelihood(batch) or log_prior()."
+        )
+
+
 def _check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
     """Warn about a thermostat that cannot adapt within the run."""
     if not isinstance(sampler, SGNHT):
@@ -273,6 +319,13 @@ def _check_data(trainer: pl.Trainer) -> None:
         rank_zero_warn(
             f"drop_last=True leaves out the last {length % size} of {length} training data in every epoch, because the "
             "loader does not shuffle, whereas N counts them: pass shuffle=True or drop_last=False."
+        )
+    repeated = 0 if is_trial(trainer) else repetitions(rows)
+    if repeated:
+        rank_zero_warn(
+            f"{repeated:,} of the {length:,} training data that N counts repeat others (repeated indices, or a data "
+            "set that is concatenated with itself), so the samples are of another, narrower posterior: give the loader "
+            "each datum once, and weigh classes in decisions on the predicted probabilities."
         )
 
 

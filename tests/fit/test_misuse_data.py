@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
 
 from lightning_sgmcmc import (
     SGHMC,
     BayesianModule,
     Bernoulli,
+    Categorical,
     GaussianPrior,
     LaplacePrior,
     NonFiniteEnergyError,
+    ResumableLoader,
     StudentTPrior,
 )
 from lightning_sgmcmc.callbacks import (
@@ -69,6 +72,17 @@ class Mean(BayesianModule):
         return -F.cross_entropy(self(batch[0]), batch[1]).expand(len(batch[1]))
 
 
+class Auxiliary(nn.Linear):
+    """Returns a second output in training mode, as networks with auxiliary heads do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, input: Tensor) -> Any:
+        output = super().forward(input)
+        return (output, output) if self.training else output
+
+
 class Loss(BayesianModule):
     """Its log-likelihood has the sign of a loss."""
 
@@ -81,6 +95,19 @@ class Own(Loss):
 
     def log_likelihood(self, batch: Any) -> Tensor:
         return -super().log_likelihood(batch)
+
+
+class Joined(BayesianModule):
+    """Its batch is one of each of several loaders."""
+
+    def inputs_and_target(self, batch: Any) -> tuple[Any, Any]:
+        if isinstance(batch[0], Tensor):
+            return super().inputs_and_target(batch)
+        return torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
+
+
+ONE = data()
+TWICE = ConcatDataset([ONE, ONE])
 
 
 class Loader:
@@ -99,6 +126,17 @@ def softmax(x: Tensor) -> Tensor:
 
 PATTERN = "which no trainable parameter matches (net.weight, net.bias, …): correct or remove it"
 REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = [
+    *(
+        (
+            partial(module, net=Function(several, 2), num_chains=chains),
+            None,
+            TypeError,
+            "and Categorical takes one tensor: return it alone, in training mode too, or override output_of(inputs)",
+        )
+        for several in (lambda x: (x, x), lambda x: [x], lambda x: {"a": x, "b": x})
+        for chains in (1, 2)
+    ),
+    (lambda: module(net=Auxiliary()), None, TypeError, "the network returned a tuple of 2, and Categorical takes one"),
     (
         lambda: module(net=nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))),
         None,
@@ -268,6 +306,34 @@ WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
         {},
         "drop_last=True leaves out the last 6 of 24 training data in every epoch, because the loader does not shuffle",
     ),
+    *(
+        (
+            module,
+            DataLoader(repeated, BATCH, shuffle=True),
+            {},
+            f"{more} of the {COUNT + more} training data that N counts",
+        )
+        for more, repeated in (
+            (8, Subset(ONE, [*range(COUNT), *range(8)])),
+            (COUNT, TWICE),
+            (6, Subset(TWICE, range(COUNT + 6))),
+            (6, ConcatDataset([Subset(ONE, range(20)), Subset(ONE, range(14, COUNT))])),
+            (1, Subset(ONE, [*range(COUNT), -1])),
+        )
+    ),
+    (
+        module,
+        DataLoader(data(), BATCH, sampler=SubsetRandomSampler([*range(COUNT), 0, 1])),
+        {},
+        f"2 of the {COUNT + 2} training data that N counts",
+    ),
+    (module, ResumableLoader(TWICE, BATCH), {}, f"{COUNT} of the {2 * COUNT} training data that N counts"),
+    (
+        lambda: Joined(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01, num_data=COUNT),
+        [loader(), loader()],
+        {},
+        "An epoch had more than num_data=24 data, 48 in 3 batches",
+    ),
     (lambda: module(lr=0.0), None, {}, "lr=0: no parameter moves, so its samples all equal its start"),
     (lambda: module(lr=[0.0, 0.0], num_chains=2), None, {}, "lr=0: no parameter moves"),
     (
@@ -305,13 +371,14 @@ def test_right_runs_are_not_suspected() -> None:
         (module(prior=GaussianPrior({"*.bias": 1.0, "*.weight": 2.0, "*": 3.0})), loader()),
         (module(num_data=COUNT), DataLoader(Stream(data()), BATCH)),
         (Own(net=nn.Linear(2, 2), lr=0.01), loader()),
+        (module(), DataLoader(ConcatDataset([Subset(ONE, range(10)), Subset(ONE, range(10, COUNT))]), BATCH)),
     ]
     for model, train in right:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(model, train=train, max_epochs=22 if isinstance(model.likelihood, Bernoulli) else 3)
         texts = [str(warning.message) for warning in caught]
-        doubts = ("first", "same example", "An epoch", "drop_last", "temperature=0")
+        doubts = ("first", "same example", "An epoch", "repeat", "drop_last", "temperature=0")
         assert not [text for text in texts if any(doubt in text for doubt in doubts)], texts
 
 

@@ -1,13 +1,15 @@
-"""What users return beside `super()`: a scheduler of torch's, and another loss than the energy."""
+"""What users do beside `super()`: a scheduler of torch's, another loss than the energy, and other gradients."""
 
+import functools
 import warnings
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc import SGHMC, BayesianModule
-from lightning_sgmcmc.callbacks import AutoSampling, CyclicalSchedule, SamplingSchedule
+from lightning_sgmcmc import SGHMC, BayesianModule, UnderdampedLangevin
+from lightning_sgmcmc.callbacks import EWSG, AutoSampling, ControlVariates, CyclicalSchedule, SamplingSchedule
 from lightning_sgmcmc.schedules import PolynomialDecay
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer
@@ -91,3 +93,59 @@ def test_a_short_last_window_is_no_other_loss() -> None:
     """Three of its batches belong to a step of four."""
     said = warnings_of(Logs(), SamplingSchedule(every_n_steps=1), accumulate_grad_batches=4, limit_train_batches=7)
     assert "training_step returns" not in said
+
+
+class Clips(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class Halves(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class Watches(Net):
+    """Reads the gradients, as loggers of their norm do."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
+
+class Reverses(pl.Callback):
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.neg_()
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"gradient_clip_val": 1.0}])
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "who"),
+    [
+        (Clips, [], "Clips.on_before_optimizer_step"),
+        (Halves, [], "Halves.on_after_backward"),
+        (Net, [Reverses()], "Reverses.on_after_backward"),
+        (Watches, [], None),
+        (Net, [], None),
+    ],
+)
+def test_other_gradients_than_the_energys_are_named_once(
+    kind: Any, callbacks: list[Any], who: str | None, chains: int, options: dict[str, Any]
+) -> None:
+    said = warnings_of(kind(chains, sampler=SGHMC), SamplingSchedule(every_n_steps=2), *callbacks, **options)
+    assert said.count("changes the gradients, in norm from") == (who is not None)
+    assert who is None or f"{who} changes the gradients" in said
+
+
+def test_what_this_library_does_to_gradients_is_not_suspected() -> None:
+    class Seen(pl.Callback):
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            pass
+
+    for callback in (EWSG(num_proposals=1), ControlVariates()):
+        module = Net(sampler=functools.partial(UnderdampedLangevin, friction=1.0))
+        assert "changes the gradients" not in warnings_of(module, SamplingSchedule(every_n_steps=1), callback, Seen())

@@ -61,6 +61,25 @@ def test_an_own_test_step_with_samples_of_the_disk_says_whose_weights_it_takes(t
     assert [told(module), told(loaded), told(Net())] == [[], [], []]
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_samples_after_the_checkpoint_that_is_evaluated_are_named(tmp_path: Path, in_memory: bool) -> None:
+    """`ckpt_path` loads weights alone; averages are of all samples."""
+    collector = SampleCollector(in_memory=True) if in_memory else SampleCollector(tmp_path / "samples")
+    saved = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [SamplingSchedule(every_n_steps=1), collector, BayesianModelAverage(), saved]
+    trainer, module = quiet_trainer(max_steps=5, callbacks=callbacks, enable_checkpointing=True), Net()
+    trainer.fit(module, datamodule=Data())
+    for step, later in ((3, 2), (5, 0), (None, 0)):
+        path = None if step is None else tmp_path / f"step={step}.ckpt"
+        for run in (trainer.validate, trainer.test):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run(module, datamodule=Data(), ckpt_path=path, verbose=False)
+            said = [str(one.message) for one in caught if "samples were drawn after step" in str(one.message)]
+            assert len(said) == (later > 0)
+            assert not said or (said[0].startswith("2 of the 5 samples") and "posterior[:3]" in said[0])
+
+
 # -- prediction -------------------------------------------------------------------------------------------------------
 
 
