@@ -141,9 +141,12 @@ class RowsAt(torch_data.Dataset[Any]):
         return chosen if isinstance(self._indices, range) else [self._indices[place] for place in chosen]
 
 
-def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tuple[int, bool]:
-    """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows."""
-    rows = training_rows(trainer)
+def resolve_num_data(
+    given: int | None, trainer: pl.Trainer, module: str, rows: TrainingRows | None = None
+) -> tuple[int, bool]:
+    """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows, which are
+    looked up unless they are given."""
+    rows = training_rows(trainer) if rows is None else rows
     datamodule = getattr(trainer, "datamodule", None)
     declared = getattr(datamodule, "num_data", None)
     if rows.count is not None and rows.indices is not None and declared == len(rows.indices):
@@ -224,6 +227,8 @@ def repetitions(rows: TrainingRows) -> int:
 
 def _trace(dataset: Any, indices: Any, found: dict[int, list[Tensor]]) -> None:
     """Add the indices of rows in the data sets that hold them, by their identity."""
+    if isinstance(indices, range):
+        indices = torch.arange(indices.start, indices.stop, indices.step)
     drawn = torch.as_tensor(indices if isinstance(indices, Tensor) else list(indices), dtype=torch.int64)
     drawn = torch.where(drawn < 0, drawn + (len(dataset) if hasattr(dataset, "__len__") else 0), drawn)
     if isinstance(dataset, Subset):
@@ -499,7 +504,9 @@ def _order_of(loader: Any) -> BatchOrder | None:
     return loader.order_of(loader.chains[0]) if isinstance(loader, ResumableLoader) else None
 
 
-def stream_of(trainer: pl.Trainer) -> Any:
-    """Return the data set of the training loader if it has no rows that can be indexed, else None."""
-    rows, dataset = training_rows(trainer), getattr(trainer.train_dataloader, "dataset", None)
+def stream_of(trainer: pl.Trainer, rows: TrainingRows | None = None) -> Any:
+    """Return the data set of the training loader if it has no rows that can be indexed, else None; its rows are looked
+    up unless they are given."""
+    rows = training_rows(trainer) if rows is None else rows
+    dataset = getattr(trainer.train_dataloader, "dataset", None)
     return dataset if rows.dataset is None else None

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lightning_sgmcmc import likelihoods
 from lightning_sgmcmc.batches.inputs import fault_of_tokens
 from lightning_sgmcmc.batches.loader import ChainBatches, flat_loaders
-from lightning_sgmcmc.batches.rows import contradiction, training_rows
+from lightning_sgmcmc.batches.rows import TrainingRows, contradiction, training_rows
 from lightning_sgmcmc.chains.execution import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stacked import StackedChains
@@ -239,10 +239,10 @@ class DataWeights:
         """Data and batches of a whole epoch of a stream with batches of different sizes."""
         self._means: dict[tuple[float, int], float | None] = {}
 
-    def follow(self, num_data: int) -> None:
+    def follow(self, num_data: int, rows: TrainingRows) -> None:
         """Take another N and the present rows, when an epoch begins."""
         agreed = self._is_given and self.rows.count == num_data
-        self.num_data, self.rows = num_data, training_rows(self._trainer)
+        self.num_data, self.rows = num_data, rows
         self.counts_rows = self.counts_rows and self.rows.is_observed
         if agreed and self.rows.count not in (num_data, None):
             raise ValueError(contradiction(num_data, self.rows.source, self.rows.count))

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.inputs import leaves_of
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder
-from lightning_sgmcmc.batches.rows import repetitions, resolve_num_data, stream_of, training_rows
+from lightning_sgmcmc.batches.rows import TrainingRows, repetitions, resolve_num_data, stream_of, training_rows
 from lightning_sgmcmc.chains.callback import RunCallback, has_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, is_per_chain, sampler_of
 from lightning_sgmcmc.chains.layout import layout_of
@@ -406,15 +406,17 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
 # -- streams, and data that grow ---------------------------------------------------------------------------------------
 
 
-def follow_data(trainer: pl.Trainer, module: ChainModel) -> None:
-    """Read N again: energies, the prior's share and the noise follow it from the next step on."""
-    chains = module.chains
-    num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
+def follow_data(trainer: pl.Trainer, module: ChainModel) -> TrainingRows:
+    """Read N again: energies, the prior's share and the noise follow it from the next step on; return the present
+    rows."""
+    chains, rows = module.chains, training_rows(trainer)
+    num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__, rows)
     followed = {module.num_data, chains.observed.num_data, sampler_of(module).num_data}
     if followed != {num_data} or (chains.energies is not None and chains.energies.num_data != num_data):
         take_num_data(module, num_data)
     if chains.weights is not None:
-        chains.weights.follow(num_data)
+        chains.weights.follow(num_data, rows)
+    return rows
 
 
 def take_num_data(module: ChainModel, num_data: int) -> None:
@@ -425,9 +427,9 @@ def take_num_data(module: ChainModel, num_data: int) -> None:
         chains.energies.follow(num_data)
 
 
-def begin_stream(trainer: pl.Trainer) -> None:
+def begin_stream(trainer: pl.Trainer, rows: TrainingRows) -> None:
     """Tell a stream the number of the epoch, as Lightning tells samplers; otherwise it may repeat the first order."""
-    stream = stream_of(trainer)
+    stream = stream_of(trainer, rows)
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(trainer.current_epoch)
 

@@ -234,8 +234,7 @@ class Safeguards(RunCallback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
-        follow_data(trainer, chain_model(pl_module))
-        begin_stream(trainer)
+        begin_stream(trainer, follow_data(trainer, chain_model(pl_module)))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -104,8 +104,9 @@ class SingleSteps:
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         for counts, count in ((loop.batch_progress, len(sizes)), (optimizer.step, steps), (optimizer.zero_grad, steps)):
             for numbers in (counts.total, counts.current):
-                for name in vars(numbers):  # ready, completed, and others
-                    setattr(numbers, name, getattr(numbers, name) + count)
+                own = vars(numbers)
+                for name in own:  # ready, completed, and others
+                    own[name] += count
         loop._batches_that_stepped += steps
         self._count(sizes, index, steps, gradients)
         for callback in self._acting:

@@ -25,7 +25,7 @@ from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import silence_lightning
 from tests.benchmarks.timing import interleaved, measure_quietly, ratios
 
-SETS = ("digits", "german", "energy", "kin8nm")
+SETS = ("digits", "german", "energy", "kin8nm", "mnist", "digits_cnn")
 LOOP = "in Lightning's loop"
 FITS = ("auto", f"auto, {LOOP}", "sgd", f"sgd, {LOOP}", "ensemble")
 
