@@ -11,8 +11,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import Posterior
+from lightning_sgmcmc import BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from tests.support import corpus
@@ -127,6 +129,18 @@ def test_a_store_of_another_network(store: Path) -> None:
     )
     with pytest.raises(ValueError, match=message):
         Posterior.load(store, model=module(width=5))
+
+
+def test_the_network_of_a_fit_with_several_chains(tmp_path: Path) -> None:
+    net, x = nn.Linear(2, 2), torch.randn(20, 2)
+    data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 10)
+    several = BayesianModule(net, Categorical(), num_chains=3)
+    callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(tmp_path)]
+    quiet_trainer(max_steps=4, callbacks=callbacks).fit(several, data)
+    with pytest.raises(ValueError, match=r"a fit with 3 chains, .*: pass a new network as net=…, or .* as model=…"):
+        Posterior.load(tmp_path, net=net)
+    found = [Posterior.load(tmp_path, **given).predict(x).entropy for given in ({"net": nn.Linear(2, 2)}, {})]
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_text(""), lambda p: (p.parent / "x").write_text("")])
