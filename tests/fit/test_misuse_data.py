@@ -97,6 +97,13 @@ class Own(Loss):
         return -super().log_likelihood(batch)
 
 
+class Noisy(Loss):
+    """A log likelihood of inputs with noise of its own."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return -super().log_likelihood([batch[0] + torch.randn_like(batch[0]), batch[1]])
+
+
 class Joined(BayesianModule):
     """Its batch is one of each of several loaders."""
 
@@ -371,6 +378,7 @@ def test_right_runs_are_not_suspected() -> None:
         (module(prior=GaussianPrior({"*.bias": 1.0, "*.weight": 2.0, "*": 3.0})), loader()),
         (module(num_data=COUNT), DataLoader(Stream(data()), BATCH)),
         (Own(net=nn.Linear(2, 2), lr=0.01), loader()),
+        (Noisy(net=nn.Linear(2, 2), lr=0.01), loader()),
         (module(), DataLoader(ConcatDataset([Subset(ONE, range(10)), Subset(ONE, range(10, COUNT))]), BATCH)),
     ]
     for model, train in right:
