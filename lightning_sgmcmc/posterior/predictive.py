@@ -151,8 +151,8 @@ def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
         return
     theirs, ours = found.get(odd[0], ("none", "none")), expected.get(odd[0], ("none", "none"))
     part, word = (0, "shape") if theirs[0] != ours[0] else (1, "type")
-    stacks = [name for name in odd if name in found and name in expected and expected[name][0][1:] == found[name][0]]
-    if len(stacks) == len(odd):
+    known = [(expected[name][0], found[name][0]) for name in odd if name in found and name in expected]
+    if len(known) == len(odd) and all(own != one and own[1:] == one for own, one in known):
         raise ValueError(
             f"the network is that of a fit with {ours[0][0]} chains, whose '{odd[0]}' has shape {ours[0]}, and a "
             f"sample's has {theirs[0]}: pass a new network as net=…, or the fit's module as model=…"

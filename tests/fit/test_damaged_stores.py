@@ -131,6 +131,20 @@ def test_a_store_of_another_network(store: Path) -> None:
         Posterior.load(store, model=module(width=5))
 
 
+def test_a_store_with_a_buffer_of_another_type(tmp_path: Path) -> None:
+    def net(scale: Any) -> nn.Module:
+        made = nn.Linear(2, 2)
+        made.register_buffer("scale", torch.tensor(scale))
+        return made
+
+    x = torch.randn(20, 2)
+    data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 10)
+    callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(tmp_path)]
+    quiet_trainer(max_steps=4, callbacks=callbacks).fit(BayesianModule(net(1.0), Categorical()), data)
+    with pytest.raises(ValueError, match="'net.scale' has type float32 in the samples and int64 in the model"):
+        Posterior.load(tmp_path, net=net(1))
+
+
 def test_the_network_of_a_fit_with_several_chains(tmp_path: Path) -> None:
     net, x = nn.Linear(2, 2), torch.randn(20, 2)
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 10)
