@@ -141,7 +141,7 @@ def test_a_store_with_a_buffer_of_another_type(tmp_path: Path) -> None:
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 10)
     callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(tmp_path)]
     quiet_trainer(max_steps=4, callbacks=callbacks).fit(BayesianModule(net(1.0), Categorical()), data)
-    with pytest.raises(ValueError, match="'net.scale' has type float32 in the samples and int64 in the model"):
+    with pytest.raises(ValueError, match=r"'net\.scale' has type float32 in the samples and int64 in the model"):
         Posterior.load(tmp_path, net=net(1))
 
 
