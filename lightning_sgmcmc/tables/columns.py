@@ -270,14 +270,15 @@ class TargetScaling:
             both = list(torch.broadcast_tensors(*both))
         shape = tuple(both[1].shape) if both[1].dim() > 1 and both[1].numel() > 1 else ()
         means, stds = (tuple(value.reshape(-1).tolist()) for value in both)
-        for mean, own in zip(means, stds if len(stds) == len(means) else stds * len(means), strict=False):
-            if not (SMALLEST < own < LARGEST and abs(mean) < LARGEST):
+        found = cls(means, stds, tuple(map(plain, getattr(datamodule, "target_names", ()))), shape)
+        for one, own in found._pairs:
+            if not (SMALLEST < own < LARGEST and abs(one) < LARGEST):
                 raise ValueError(
-                    f"{type(datamodule).__name__} has targets with mean {mean:.3g} and standard deviation {own:.3g}, "
+                    f"{type(datamodule).__name__} has targets with mean {one:.3g} and standard deviation {own:.3g}, "
                     f"and predictions in float32 need a standard deviation from {SMALLEST:g} to {LARGEST:g}: measure "
                     "the targets in another unit"
                 )
-        return cls(means, stds, tuple(map(plain, getattr(datamodule, "target_names", ()))), shape)
+        return found
 
     @property
     def factor(self) -> float | Tensor:
@@ -292,8 +293,13 @@ class TargetScaling:
     @property
     def is_far(self) -> bool:
         """Whether targets are so many standard deviations from 0 that float32 would round their differences."""
-        means = self.mean if len(self.mean) == len(self.std) else self.mean * len(self.std)
-        return any(abs(mean) > FAR * abs(std) for mean, std in zip(means, self.std, strict=True))
+        return any(abs(mean) > FAR * abs(std) for mean, std in self._pairs)
+
+    @property
+    def _pairs(self) -> list[tuple[float, float]]:
+        """Mean and standard deviation of each target; one number is that of all."""
+        count = max(len(self.mean), len(self.std))
+        return [*zip(*(own * (count // len(own)) for own in (self.mean, self.std)), strict=True)]
 
     def _shaped(self, values: tuple[float, ...]) -> float | Tensor:
         return values[0] if len(values) == 1 else torch.tensor(values, dtype=torch.float64).reshape(self.shape or -1)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, PredictionWriter, S
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split, TableDataModule
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.tables import TargetScaling
 from tests.support.trainers import quiet_trainer
 
 NOISE = 0.3
@@ -113,6 +115,13 @@ def test_no_unit_of_a_table_changes_what_is_found(shift: float, unit: float) -> 
     assert other["units"]["nll"] - math.log(unit) == pytest.approx(plain["units"]["nll"], abs=1e-4)
     torch.testing.assert_close(other["units"]["cdf"].double(), plain["units"]["cdf"].double(), atol=1e-3, rtol=0)
     assert other["units"]["coverage"] == plain["units"]["coverage"]
+
+
+def test_each_of_several_units_is_looked_at() -> None:
+    """A datamodule of one's own may only have divided its targets, so that their means are one 0."""
+    data = SimpleNamespace(target_std=torch.tensor([1.0, 1e-50], dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"standard deviation 1e-50.*another unit"):
+        TargetScaling.of_datamodule(data)
 
 
 def test_a_unit_beyond_float32_is_an_error() -> None:
