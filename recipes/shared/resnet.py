@@ -17,7 +17,6 @@ class _Sized(nn.Module):
 class _Block(_Sized):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__(inputs, outputs, stride)
-        self.padding = outputs - inputs
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
@@ -25,8 +24,9 @@ class _Block(_Sized):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
-        if self.stride > 1 or self.padding:
-            x = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
+        padding = self.outputs - self.inputs
+        if self.stride > 1 or padding:
+            x = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, padding))
         return torch.relu(x + y)
 
 
