@@ -46,7 +46,7 @@ class Watch(pl.Callback):
 
     def note(self, message: Any, category: Any, filename: str, line: int, *rest: Any) -> None:
         """Take the place of `warnings.showwarning`."""
-        if "synchroniz" not in str(message):
+        if "called a synchronizing" not in str(message):  # not torch's word that it may miss some
             return
         frames = [f for f in traceback.extract_stack(sys._getframe(1)) if f.filename.startswith(OURS)]
         ours = f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].lineno}" if frames else None
