@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
-from lightning_sgmcmc.compiling import WORTH_ON_CUDA
+from lightning_sgmcmc import compiling
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.tables import InputColumns
@@ -232,7 +232,7 @@ class ArrayDataModule(pl.LightningDataModule):
             dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self)
         )
         if isinstance(transform, Augmentation) and self.trainer is not None:
-            transform.compiles = _batches_of(self.trainer, len(loader)) >= WORTH_ON_CUDA
+            transform.compiles = _batches_of(self.trainer, len(loader)) >= compiling.WORTH_ON_CUDA
         return loader
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -329,6 +329,7 @@ class Chains:
     def stop_tracing(self, trainer: pl.Trainer) -> None:
         """Compute the energies operation by operation from the coming step on."""
         before, weights, self.traces = self.energies, self.weights, False
+        self.compiles = choice_for(self.compiled, self.model.device, trainer)
         self.begin_energies(trainer)
         if self.energies is not None and before is not None:
             self.energies.first_batches, self.weights = before.first_batches, weights
@@ -361,7 +362,7 @@ class Chains:
         """Make the sampled parameters views of one tensor, with a row for each chain, where a step gains from it: with
         several chains, and with a compiled network on a GPU."""
         self.unflatten(sampler)
-        self.compiles = choice_for(self.compiled, self.model.device, trainer)
+        self.compiles = False if self.traces else choice_for(self.compiled, self.model.device, trainer)
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiles, self.model.device)
         gains = self.stacked is not None or fused or self.traces

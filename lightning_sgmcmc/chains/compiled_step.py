@@ -1,8 +1,9 @@
-"""A step of all chains as one compiled function of tensors: gradient, prior and update.
+"""A step of all chains as one function of tensors, compiled or captured: gradient, prior and update.
 
 A step of a small network is some fifty operations, each of which takes longer to call than to compute. The operations
 of `chains.traced`, and those of the sampler's rule, are therefore compiled together, and called for one step after
-another. The numbers are those of the same formulas, up to rounding.
+another. On a GPU they are captured as a CUDA graph, with the noise of each chain, and replayed. The numbers are those
+of the same formulas, up to rounding.
 """
 
 import operator
@@ -21,26 +22,36 @@ from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
+from lightning_sgmcmc.tensors import sent
 
 FOLLOWING = ("last_lr",)
 """Entries of a parameter group that a rule sets to a control of the step."""
 
+TOGETHER = (64, 8, 1)
+"""Steps of a captured graph, the longest first: to replay one takes as long as to call some operations."""
 MOST_LOOPS = 64
 _LOOPS: dict[str, Any] = {}
-"""Compiled loops of this process, by their operations and shapes."""
+"""Compiled functions of this process, by their operations and shapes."""
 
 
 class CompiledSteps(RowSteps):
-    """Makes steps of a sampler by compiled functions, one for each form of a batch and of the controls.
+    """Makes steps of a sampler by functions of tensors, one for each form of a batch and of the controls.
 
     Args:
         of_steps: see `RowSteps`.
         most: steps that are made at once.
+        compiles: whether a captured function is compiled too.
     """
 
-    def __init__(self, *of_steps: Any, most: int) -> None:
+    def __init__(self, *of_steps: Any, most: int, compiles: bool = True) -> None:
         super().__init__(*of_steps)
-        self._most = most
+        self._most, self._compiles = most, compiles
+        self._captures = captures(self._flat.values.device)
+
+    def noise(self, steps: int) -> Tensor:
+        """Return the coming steps' noise, or memory for that of one step, shape (C, draws · P), if they are captured
+        with what draws it."""
+        return self._sampler.noise_in_place()[0] if self._captures else super().noise(steps)
 
     def run(
         self,
@@ -66,7 +77,7 @@ class CompiledSteps(RowSteps):
             structure: what the tensors of a batch are the leaves of.
             weights: those of the data's log-likelihoods in Ũ/N, shape (K, B), 0 for what fills up short batches.
                 With choices, batches and weights have an axis of candidates after the first.
-            noise: normal numbers, shape (K, C, draws · P); None for steps without noise.
+            noise: see `noise`; None for steps without noise.
             controls: those of each group.
             first: the first step's energies, computed in another way.
             last: those of the last step's batch in the present state.
@@ -93,26 +104,28 @@ class CompiledSteps(RowSteps):
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read, own = ([], [], []) if part is None else (part.state, part.fixed, [part.numbers(count)])
         if choices is not None:
-            learned, own = [torch.zeros(len(flat.values), dtype=torch.int64)], [choices.chances, choices.shares]
+            counts = torch.zeros(len(flat.values), dtype=torch.int64, device=flat.values.device)
+            learned, own = [counts], [choices.chances, choices.shares]
+        in_place, of_noise = (noise, None) if self._captures else (None, noise)
         fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
-        of_steps = [*([] if noise is None else [noise]), *batches, weights, *scalars, *columns, *own]
+        of_steps = [*([] if of_noise is None else [of_noise]), *batches, weights, *scalars, *columns, *own]
         if last is not None:
             self._check_last(batches, structure, axis, weights, last, choices)
         if is_new := key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
-            self._known[key] = None, _Room(of_steps, self._most, flat.values.dtype)
+            self._known[key] = None, _Room(of_steps, self._most, flat.values)
         function, room = self._known[key]
-        torch._foreach_copy_([kept[:count] for kept in room.views], of_steps)
+        torch._foreach_copy_([kept[:count] for kept in room.views], [sent(own, flat.values.device) for own in of_steps])
         if is_new:
-            counts = [len(state), len(fixed), int(noise is not None), len(batches)]
-            function = self._compiled(names, structure, axis, counts, state, fixed, room, variate, choices, part)
+            sizes = [len(state), len(fixed), int(in_place is not None), int(of_noise is not None), len(batches)]
+            tensors = [*state, *fixed, *([] if in_place is None else [in_place])]
+            function = self._made(names, structure, axis, sizes, tensors, room, variate, choices, part)
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
-        given = (*self._carried(state, variate, keeps_each), *fixed, *room.tensors, torch.tensor(count))
-        _, *state_after, seen = function(*given)
+        _, *state_after, seen = function([*self._carried(state, variate, keeps_each), *fixed], room.tensors, count)
         begun, energies = (seen[0], seen[:count]) if keeps_each else (seen[0], seen[2:])
         if first is not None:
             check_alike(begun[:2], first)
@@ -137,8 +150,9 @@ class CompiledSteps(RowSteps):
         """Return what the steps begin with: their number, the state, and the energies of all, or the first, how often
         each was not finite, and the last two."""
         rows = 2 if variate is None or variate.mean is None else 3
-        nothing = self._flat.values.new_zeros(self._most if keeps_each else 4, rows, len(self._flat.values))
-        return [torch.tensor(0), *state, nothing]
+        values = self._flat.values
+        nothing = values.new_zeros(self._most if keeps_each else 4, rows, len(values))
+        return [torch.zeros((), dtype=torch.int64, device=values.device), *state, nothing]
 
     def _columns(
         self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int
@@ -159,24 +173,25 @@ class CompiledSteps(RowSteps):
             columns += [torch.arange(group[name], group[name] + count, dtype=torch.float64) for name in names]
         return columns, (*form, *counted)
 
-    def _compiled(
+    def _made(
         self,
         names: Any,
         structure: Any,
         axis: int | None,
         counts: list[int],
-        state: list[Tensor],
-        fixed: list[Tensor],
+        tensors: list[Tensor],
         room: "_Room",
         variate: ControlVariate | None,
         choices: Choices | None,
         part: StepPart | None,
     ) -> Any:
-        """Return the steps as a compiled loop, a function of what `_carried` returns, what is fixed, what each step
-        has of its own, and the number of steps.
+        """Return the steps as a function of what `_carried` returns and what is fixed, of what each step has of its
+        own, and of the number of steps.
 
         Args:
-            counts: numbers of tensors of the state, of what is fixed, of the noise, and of a batch.
+            counts: numbers of tensors of the state, of what is fixed, of the noise in place and of each step, and of a
+                batch.
+            tensors: the state, what is fixed, and the noise in place.
         """
         held = [] if variate is None else variate.tensors
 
@@ -184,10 +199,10 @@ class CompiledSteps(RowSteps):
             given = iter(tensors)
             state = [next(given) for _ in range(counts[0])]
             seen = next(given)
-            others = [next(given) for _ in range(counts[1])]
+            others, in_place = ([next(given) for _ in range(count)] for count in counts[1:3])
             at = index.reshape(1)
             of_step = iter(room.of_step([tensor.index_select(0, at).squeeze(0) for tensor in given]))
-            drawn, parts = ([next(of_step) for _ in range(count)] for count in counts[2:])
+            drawn, parts = ([next(of_step) for _ in range(count)] for count in counts[3:])
             weights, inverse, num_data, *columns = of_step
             own = pytree.tree_unflatten(parts, structure)
             named = dict(zip(self._others, others))  # noqa: B905  # those of a part and a variate come after
@@ -205,7 +220,8 @@ class CompiledSteps(RowSteps):
                 multiplier, found = part.multiplier(learned, read, corrected(numbers), columns[1], num_data)
                 learned = part.learn(learned, found, number)
             buffers = dict(zip(names, rows, strict=True))
-            counted = self._update(values, gradient, buffers, drawn, columns, num_data, multiplier, choose)
+            noise = [*in_place, *drawn]
+            counted = self._update(values, gradient, buffers, noise, columns, num_data, multiplier, choose)
             learned = learned if counted is None else [learned[0] + counted]
             if part is not None and part.keeps_each:
                 seen = seen.index_copy(0, at, numbers[None])
@@ -214,9 +230,15 @@ class CompiledSteps(RowSteps):
                 seen = torch.stack([torch.where(index == 0, numbers, seen[0]), wrong, seen[3], numbers])
             return index + 1, values, *rows, *learned, seen
 
+        state, others = tensors[: counts[0]], tensors[counts[0] :]
         carried = self._carried(state, variate, part is not None and part.keeps_each)
-        tensors = [*carried, *fixed, *room.tensors]
-        return _compiled_loop(trace(step, tensors, self._model), tensors, len(carried))
+        given = [*carried, *others, *room.tensors]
+        traced = trace(step, given, self._model)
+        if not self._captures:
+            return _compiled_loop(traced, given, len(carried))
+        draws, generators = self._sampler.noise_in_place()[1:] if counts[2] else (None, [])
+        kept = len(carried) + counts[1]
+        return _CapturedSteps(traced, given, len(carried), kept, draws, generators, self._compiles)
 
     def _update(
         self,
@@ -281,13 +303,15 @@ class _Room:
         views: parts of it, as tensors of all steps.
     """
 
-    def __init__(self, examples: Sequence[Tensor], most: int, dtype: torch.dtype) -> None:
-        self._shapes = [example.shape[1:] if example.dtype == dtype else None for example in examples]
+    def __init__(self, examples: Sequence[Tensor], most: int, values: Tensor) -> None:
+        self._shapes = [example.shape[1:] if example.dtype == values.dtype else None for example in examples]
         self._sizes = [shape.numel() for shape in self._shapes if shape is not None]
-        rows = torch.zeros(most, sum(self._sizes), dtype=dtype, device=examples[0].device)
+        rows, device = values.new_zeros(most, sum(self._sizes)), values.device
         columns = iter(rows.split(self._sizes, 1))
         self.views = [
-            example.new_zeros(most, *example.shape[1:]) if shape is None else next(columns).view(most, *shape)
+            example.new_zeros(most, *example.shape[1:], device=device)
+            if shape is None
+            else next(columns).view(most, *shape)
             for example, shape in zip(examples, self._shapes, strict=True)
         ]
         apart = [view for view, shape in zip(self.views, self._shapes, strict=True) if shape is None]
@@ -301,27 +325,114 @@ class _Room:
 
 
 def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> Any:
-    """Return a compiled loop of steps, see `_loop`; fits of the same steps in a process share one."""
+    """Return a compiled loop of steps, see `_loop` and `_made`."""
     constants = _lifted(step)
-    given = [*tensors, *constants]
-    shapes = [(tensor.shape, tensor.dtype) for tensor in given]
-    key = repr((step.code, shapes, carried, torch.get_num_threads()))
+    examples = [*tensors, *constants, torch.tensor(1)]
+    found = _compiled(step, examples, lambda: _loop(step, carried, len(examples) - carried), {"cpp_wrapper": True})
+    return lambda kept, of_steps, count: found(*kept, *of_steps, *constants, torch.tensor(count))
+
+
+def _compiled(step: GraphModule, examples: list[Tensor], what: Callable[[], GraphModule], options: Any) -> Any:
+    """Return a compiled function that has a step in it; fits of the same steps in a process share one."""
+    shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in examples]
+    key = repr((step.code, shapes, options, torch.get_num_threads()))
     is_known = not [*step.children()]  # whether the key says everything
     found = _LOOPS.get(key) if is_known else None
     if found is None:
-        examples: list[Any] = [*given, torch.tensor(1)]
         try:
             with torch.no_grad():
-                looped = _loop(step, carried, len(examples) - carried)
-                looped = make_fx(looped, tracing_mode="fake")(*examples)  # the compiler wants its marks
-                found = torch._inductor.compile(looped, examples, options={"cpp_wrapper": True})
+                marked = make_fx(what(), tracing_mode="fake")(*examples)  # the compiler wants its marks
+                found = torch._inductor.compile(marked, examples, options=options)
         except Exception as error:  # of a compiler that fails or is missing
             raise NotTraceableError(f"the compiler failed with {str(error).strip()[:150]}") from error
         if is_known:
             if len(_LOOPS) >= MOST_LOOPS:
                 _LOOPS.clear()
             _LOOPS[key] = found
-    return lambda *of_steps: found(*of_steps[:-1], *constants, of_steps[-1])
+    return found
+
+
+class _CapturedSteps:
+    """Steps in memory of their own, captured as CUDA graphs of one step and of several; see `CompiledSteps._made`.
+
+    Args:
+        step: the operations of a step.
+        tensors: its arguments; those that are not kept are the memory that its calls read.
+        carried: how many of them it passes on to the next step.
+        kept: how many of them a call is given.
+        draws: draws a step's noise into its memory; None for steps without noise.
+        generators: which it takes the noise from.
+        compiles: whether the step is compiled.
+
+    Raises:
+        NotTraceableError: if the operations cannot be captured.
+    """
+
+    def __init__(
+        self,
+        step: GraphModule,
+        tensors: list[Tensor],
+        carried: int,
+        kept: int,
+        draws: Callable[[], None] | None,
+        generators: Sequence[torch.Generator],
+        compiles: bool,
+    ) -> None:
+        given = [*tensors, *_lifted(step)]
+        self._carried, self._kept = carried, [tensor.clone() for tensor in tensors[:kept]]
+        self._rest, self._draws, self._generators = given[kept:], draws, generators
+        self._step = _compiled(step, given, lambda: step, {}) if compiles else step.forward
+        self._graphs: dict[int, Callable[[], None]] = {}
+        states, most = [generator.get_state() for generator in generators], len(tensors[-1])
+        try:
+            for size in [size for size in TOGETHER if size <= most]:
+                self._kept[0].zero_()
+                self._graphs[size] = captured(partial(self._make, size), generators)
+        except Exception as error:  # of an operation that waits for the device, say
+            raise NotTraceableError(f"they cannot be captured: {str(error).strip()[:150]}") from error
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    @torch.no_grad()
+    def __call__(self, kept: Sequence[Tensor], of_steps: Sequence[Tensor], count: int) -> list[Tensor]:
+        torch._foreach_copy_(self._kept, list(kept))
+        for size, replay in self._graphs.items():
+            for _ in range(count // size):
+                replay()
+            count %= size
+        *state, seen = self._kept[: self._carried]
+        return [*state, seen.clone()]  # the caller copies the state
+
+    @torch.no_grad()
+    def _make(self, steps: int) -> None:
+        """Make steps in the memory, each of the next ones that it holds."""
+        for _ in range(steps):
+            if self._draws is not None:
+                self._draws()
+            index, *state = self._step(*self._kept, *self._rest)
+            self._kept[0].copy_(index)
+            torch._foreach_copy_(self._kept[1 : self._carried], state)
+
+
+def captures(device: torch.device) -> bool:
+    """Return whether steps on a device are captured."""
+    return device.type == "cuda"
+
+
+def captured(run: Callable[[], None], generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """Return a function that replays what a function does on a GPU; it is run before, for what is made at first."""
+    aside, present = torch.cuda.Stream(), torch.cuda.current_stream()
+    aside.wait_stream(present)
+    with torch.cuda.stream(aside):
+        run()
+    present.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
 
 
 def _lifted(step: GraphModule) -> list[Tensor]:

@@ -38,6 +38,10 @@ from lightning_sgmcmc.tensors import exact
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
 
+ON_CUDA = {"triton.cudagraphs": True, "force_layout_optimization": True}
+"""Options of the compiler on a GPU: its graphs are replayed, and convolutions have their channels last: on an H200 four
+chains of ResNet-20 take 4.2 ms a step of the device then, and 5.0 otherwise."""
+
 
 class ChainEnergies:
     """Computes Ũ/N of each chain, with gradients where the optimizer expects them.
@@ -75,8 +79,8 @@ class ChainEnergies:
         on_cuda = model.device.type == "cuda"
         compiler = None
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
-            name, mode = f"the network of {type(model).__name__}", "reduce-overhead" if on_cuda else None
-            compiler = partial(compiled_if_possible, name, needed=compiled != "auto", dynamic=False, mode=mode)
+            name, options = f"the network of {type(model).__name__}", ON_CUDA if on_cuda else None
+            compiler = partial(compiled_if_possible, name, needed=compiled != "auto", dynamic=False, options=options)
         self.replays = compiler is not None and on_cuda
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
@@ -183,10 +187,10 @@ class ChainEnergies:
         """Whether some of the coming batches are looked at."""
         return self.first_batches is not None and self.first_batches.is_looking
 
-    def compiled_steps(self, sampler: Sampler, most: int) -> CompiledSteps:
-        """Return what makes steps of these energies with a sampler whose state is in the rows."""
+    def compiled_steps(self, sampler: Sampler, most: int, compiles: bool) -> CompiledSteps:
+        """Return what makes steps of these energies with a sampler whose state is in the rows, so many at once."""
         assert self._rows is not None
-        return self._rows.compiled_steps(sampler, most)
+        return self._rows.compiled_steps(sampler, most, compiles)
 
     def listed_steps(self, sampler: Sampler) -> ListedSteps:
         """Return what makes steps of these energies as lists of operations, as `compiled_steps`."""
@@ -366,9 +370,9 @@ class RowEnergies:
         self._num_data = num_data
         self._inverse.fill_(1 / num_data)
 
-    def compiled_steps(self, sampler: Sampler, most: int) -> CompiledSteps:
-        """Return what makes steps of these energies, so many at once."""
-        return CompiledSteps(*self._of_steps(sampler), most=most)
+    def compiled_steps(self, sampler: Sampler, most: int, compiles: bool) -> CompiledSteps:
+        """Return what makes steps of these energies, so many at once, by compiled functions or, on a GPU, by graphs."""
+        return CompiledSteps(*self._of_steps(sampler), most=most, compiles=compiles)
 
     def listed_steps(self, sampler: Sampler) -> ListedSteps:
         """Return what makes steps of these energies as lists of operations."""

@@ -187,6 +187,10 @@ class RowSteps:
         self._known: dict[Any, Any] = {}
         """Functions by what they are made for."""
 
+    def noise(self, steps: int) -> Tensor:
+        """Return the normal numbers of the coming steps, shape (K, C, draws · P)."""
+        return self._sampler.next_noise(steps)
+
     def _with_gradient(
         self,
         values: Tensor,

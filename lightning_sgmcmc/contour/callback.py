@@ -339,7 +339,7 @@ class ContourGradient(StepClaimant):
     def step_part(self) -> StepPart | None:
         learner, run, start = self._learner, self.run, self._start
         temperature, part = run.sampler.param_groups[0]["temperature"], self._part
-        is_known = not isinstance(temperature, Tensor) and run.module.device.type == "cpu"
+        is_known = not isinstance(temperature, Tensor) and run.module.device.type in ("cpu", "cuda")
         self._rests = is_known and temperature == 0 and not self._is_on
         self._part = None
         if is_known and temperature > 0:

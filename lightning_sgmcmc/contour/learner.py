@@ -195,12 +195,12 @@ class LearningInSteps:
         self._learner, self._contour, self._include_prior, self._ended = learner, contour, include_prior, end
         partition = contour.partition
         self.settings = repr((contour.rules, partition.num_bins, learner.interacting, include_prior))
-        self._location = torch.zeros(len(Location._fields), learner.chains.num_chains, dtype=torch.float64)
-        self._clamped = torch.zeros(learner.chains.num_chains, dtype=torch.float64)
+        numbers, device = state[0].new_zeros(len(Location._fields) + 1, learner.chains.num_chains), state[0].device
+        self._location, self._clamped = numbers[1:].clone(), numbers[0].clone()
         self.state: Sequence[Tensor] = [*state, self._clamped, self._location]
         # The bins' range, which each run may learn, is not written into what is compiled.
-        place = exact(partition.first_edge), exact(partition.width)
-        self.fixed: Sequence[Tensor] = [partition.edges(torch.device("cpu")), *place]
+        place = [exact(number).to(device) for number in (partition.first_edge, partition.width)]
+        self.fixed: Sequence[Tensor] = [partition.edges(device), *place]
 
     def is_of(self, learner: ContourLearner) -> bool:
         """Return whether it is that learner's work."""

@@ -8,8 +8,9 @@ from torch import nn
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel
+from lightning_sgmcmc.chains.compiled_step import captures
 from lightning_sgmcmc.chains.trainer import callbacks_of, instances_of
-from lightning_sgmcmc.compiling import has_compiler
+from lightning_sgmcmc.compiling import has_compiler, why_not_compiled
 from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, SEEN, definer, defines, is_known
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers.rows import FlatParameters
@@ -21,8 +22,9 @@ Precision = pl.plugins.precision.Precision
 PassThroughProfiler = pl.profilers.PassThroughProfiler
 SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
 
-LARGEST = 1_000_000
-"""Sampled numbers of all chains above which a step's time is that of its arithmetic."""
+LARGEST = {"cpu": 1_000_000, "cuda": 16_000_000}
+"""Sampled numbers of all chains above which a step's time is that of its arithmetic, by the type of device; others have
+no blocks."""
 COMPILATION, AGAIN = 15, 5
 """Seconds in which a step is compiled, first and by a later process from torch's cache."""
 SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
@@ -30,6 +32,8 @@ SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
 WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
 callback."""
+SAVED_CAPTURED, WORTH_CAPTURED = 5e-5, 300_000
+"""The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which it has blocks."""
 
@@ -82,7 +86,7 @@ def _saves_time(trainer: Any, module: ChainModel) -> bool:
     """Return whether blocks save time and are wanted; it depends on sizes alone, not on measured times, so a run
     repeats."""
     chains = module.chains
-    is_small = trainer.strategy.root_device.type == "cpu" and numbers_of(module) <= LARGEST
+    is_small = numbers_of(module) <= LARGEST.get(trainer.strategy.root_device.type, -1)
     if not is_small or chains.chosen_execution not in ("auto", "vmap"):
         return False
     return bool(trainer.estimated_stepping_batches * chains.num_chains >= FEWEST)
@@ -200,13 +204,16 @@ def learns_in_steps(callback: RunCallback) -> bool:
 
 def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) -> bool:
     """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
+    if captures(module.device):
+        return module.chains.compiled == "auto" and steps >= WORTH_CAPTURED and why_not_compiled("cuda") is None
     fewest = min(WORTH_COMPILING, WORTH_LEARNING) if any(map(learns_in_steps, acting)) else WORTH_COMPILING
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 
 
-def say_compilation(steps: float, acting: Sequence[RunCallback]) -> None:
+def say_compilation(steps: float, acting: Sequence[RunCallback], are_captured: bool) -> None:
     """Say what compiling the coming steps takes and saves."""
-    saved = steps * (SAVED_LEARNING if any(map(learns_in_steps, acting)) else SAVED)
+    each = SAVED_LEARNING if any(map(learns_in_steps, acting)) else SAVED
+    saved = steps * (SAVED_CAPTURED if are_captured else each)
     rank_zero_info(
         f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which saves "
         f"about {saved:,.0f} s."

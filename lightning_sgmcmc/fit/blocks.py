@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
-from lightning_sgmcmc.chains.compiled_step import CompiledSteps, can_be_made_at_once
+from lightning_sgmcmc.chains.compiled_step import CompiledSteps, can_be_made_at_once, captures
 from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, GradientChoice, StepPart
@@ -41,7 +41,7 @@ from lightning_sgmcmc.fit.passes import ComingControls, HiddenEpochs, NextSeen, 
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.fit.single_steps import Made, SingleSteps
 from lightning_sgmcmc.namespace import pl, rank_zero_info
-from lightning_sgmcmc.tensors import Control
+from lightning_sgmcmc.tensors import Control, sent
 
 LONGEST = 0.2
 """Seconds after which a block ends, so that progress bars and signals are attended to."""
@@ -53,8 +53,8 @@ EACH_IS_SEEN = (
 """Why steps are single where Lightning sees all of them."""
 FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
-MOST, MOST_NUMBERS = 512, 2**22
-"""Steps of a block, and normal numbers that are drawn for it at once."""
+MOST, MOST_NORMAL, MOST_OF_DATA = 512, 2**22, 2**26
+"""Steps of a block, normal numbers that are drawn for it at once, and numbers of its batches."""
 
 
 class Segment(NamedTuple):
@@ -116,8 +116,10 @@ class StepBlocks:
         self._compiled: CompiledSteps | None = None
         self._listed: ListedSteps | None = None
         """What makes the steps, from the first on that are made at once; those of a stand-in are listed."""
+        self._captures = captures(module.device)
+        """Whether steps are captured, with what draws their noise."""
         numbers = numbers_of(module) * max(1, self._sampler.draws)
-        self._most = max(1, min(MOST, MOST_NUMBERS // numbers))
+        self._most = MOST if self._captures else max(1, min(MOST, MOST_NORMAL // numbers))
         """Steps of a block."""
         self._counters = module.chains.counters
         loop: Any = trainer.fit_loop.epoch_loop
@@ -149,12 +151,12 @@ class StepBlocks:
     @property
     def is_ready(self) -> bool:
         """Whether steps are made as the rest of the run's will be."""
-        return not self._compiles or self._compiled is not None
+        return not (self._compiles or self._captures) or self._compiled is not None
 
     @property
     def _compiles_now(self) -> bool:
-        """Whether the coming steps are compiled, if they are made at once."""
-        return self._compiles and self._sampler.stand_in is None
+        """Whether the coming steps are compiled or captured, if they are made at once."""
+        return (self._compiles or self._captures) and self._sampler.stand_in is None
 
     def end(self) -> None:
         """Give Lightning's loop its own method back."""
@@ -179,7 +181,7 @@ class StepBlocks:
             late, index = time.monotonic() - begun > LONGEST, loop.batch_idx + 1
             begins, ends = self._singles.begins(index), self._singles.ends(index)
             # Which steps are compiled does not depend on time, since their rounding does on it.
-            free = self._free_steps(source is not None, late) if begins else (0, False)
+            free = self._free_steps(source, late) if begins else (0, False)
             if source is not None and free[0]:
                 self._note_single(EACH_IS_SEEN if free == (1, True) else None)
                 if self._make_block(source, *free):
@@ -189,7 +191,7 @@ class StepBlocks:
             is_seen = ends and self._next_seen.within(1, late)[1]
             if ends:
                 self._note_single(self._cause or (EACH_IS_SEEN if is_seen else None))
-            batch, _, _ = next(fetcher)
+            batch = self._sent(next(fetcher)[0])
             loop.batch_progress.is_last_batch = fetcher.done
             if is_seen:
                 self._singles.make_seen(batch, index)
@@ -211,13 +213,13 @@ class StepBlocks:
 
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
-    def _free_steps(self, are_rows: bool, late: bool) -> tuple[int, bool]:
+    def _free_steps(self, source: RowsOfPass | None, late: bool) -> tuple[int, bool]:
         """Return how many of the coming steps no callback acts in, and whether Lightning sees the last of them.
 
         The first steps of a run are not among them, in which its batches are looked at.
 
         Args:
-            are_rows: whether batches are rows of tensors in memory.
+            source: the batches, if they are rows of tensors in memory.
         """
         chains, sampler = self._module.chains, self._sampler
         at_once, self._cause = self._compiles_now or self._lists, None
@@ -238,9 +240,11 @@ class StepBlocks:
                     "if it treats each coordinate alone"
                 )
             return 0, False
-        self._cause = self._obstacle([*acting], are_rows)
-        if self._cause is not None:
+        self._cause = self._obstacle([*acting], source is not None)
+        if self._cause is not None or source is None:
             return 0, False
+        if self._waits == 0:
+            self._most = max(1, min(self._most, MOST_OF_DATA // source.numbers))
         most = max(1, self._most - self._waits)
         if self._scales is not None:
             most = int(min(most, self._scales.distance))
@@ -320,10 +324,10 @@ class StepBlocks:
             is_last = place + 1 == taken.count
             self._loop.batch_progress.is_last_batch = is_last and source.is_done
             if not (is_last and is_seen):
-                singles.make_hidden(taken.batch(place), index + place)
+                singles.make_hidden(self._sent(taken.batch(place)), index + place)
             else:
                 made = None if energies is None else Made(energies[1], sizes[-1], gradients)
-                singles.make_seen(taken.batch(place), index + place, made)
+                singles.make_seen(self._sent(taken.batch(place)), index + place, made)
         return is_seen
 
     def _factors(self, index: int, count: int) -> list[float | None]:
@@ -383,7 +387,7 @@ class StepBlocks:
         for own in segments:
             for place in range(own.taken.count):
                 self._coming.apply(self._sampler.step_count + 1)
-                self._singles.compute(own.taken.batch(place), own.first + place)
+                self._singles.compute(self._sent(own.taken.batch(place)), own.first + place)
 
     def _computed(
         self, segments: Sequence[Segment], variate: ControlVariate | None, acting: Sequence[StepPart]
@@ -403,25 +407,26 @@ class StepBlocks:
         choice = self._choice if noisy == {True} else None  # otherwise all batches count
         try:
             looks = checks or energies.is_looking
-            before = _plain_energies(energies, first, 0) if looks else None
+            before = self._plain_energies(energies, first, 0) if looks else None
             if looks and counted is not None:
                 counted.factor(first.first)  # which notes what the likelihood counts in this batch
-            after = _plain_energies(energies, last, -1) if checks and last.taken.ends_short else None
+            after = self._plain_energies(energies, last, -1) if checks and last.taken.ends_short else None
             steps = self._at_once(energies)
             controls = [
                 Controls(*map(_joined, zip(*own, strict=True)))
                 for own in zip(*(s.controls for s in segments), strict=True)
             ]
-            noise = sampler.next_noise(len(controls[0].lr)) if noisy == {True} else None
-            candidates = 1 if choice is None else choice.candidates
+            noise = steps.noise(len(controls[0].lr)) if noisy == {True} else None
+            candidates, device = 1 if choice is None else choice.candidates, self._module.device
             parts = first.taken.parts([segment.taken for segment in segments[1:]], candidates)
+            parts = [sent(part, device) for part in parts]
             weights = torch.cat([self._weights_of(segment, candidates) for segment in segments])
             batches = parts, first.taken.structure, first.taken.axis
             choices = None if choice is None else self._choices(choice, segments)
             found = steps.run(*batches, weights, noise, controls, before, after, variate, choices, *acting)
         except NotTraceableError as error:
-            how = "compiled" if self._compiles_now else "listed"
-            self._compiles = self._lists = False
+            how = "captured" if self._captures else "compiled" if self._compiles else "listed"
+            self._compiles = self._captures = self._lists = False
             self._singles.check_next()
             rank_zero_info(f"The steps are not {how}: {error}.")
         finally:
@@ -439,8 +444,9 @@ class StepBlocks:
             return self._listed
         if self._compiled is None:
             left = self._trainer.estimated_stepping_batches - self._trainer.global_step
-            say_compilation(left, self._acting)
-            self._compiled = energies.compiled_steps(sampler, self._most)
+            if self._compiles:
+                say_compilation(left, self._acting, self._captures)
+            self._compiled = energies.compiled_steps(sampler, self._most, self._compiles)
         return self._compiled
 
     def _choices(self, choice: GradientChoice, segments: Sequence[Segment]) -> Choices:
@@ -448,9 +454,9 @@ class StepBlocks:
         assert self._sampler.flat is not None
         of_data = [own.taken.in_candidates(own.taken.sizes, choice.candidates) for own in segments]
         of_batches = [own.taken.in_candidates([1] * own.taken.count, choice.candidates) for own in segments]
-        counts = torch.cat(of_batches).to(self._sampler.flat.values.dtype)
-        chances = choice.chances(segments[0].begun, torch.cat(of_data))
-        return Choices(choice, chances, counts / counts.sum(1, keepdim=True))
+        counts, device = torch.cat(of_batches).to(self._sampler.flat.values.dtype), self._module.device
+        chances = choice.chances(segments[0].begun, sent(torch.cat(of_data), device))
+        return Choices(choice, chances, sent(counts / counts.sum(1, keepdim=True), device))
 
     def _weights_of(self, segment: Segment, candidates: int) -> Tensor:
         """Return the weights of the data of some steps, shape (K, B) or (K, J, B)."""
@@ -459,17 +465,22 @@ class StepBlocks:
         if form not in self._weights:
             if len(self._weights) >= FEW_FORMS:
                 self._weights.clear()
-            dtype = self._sampler.flat.values.dtype
-            self._weights[form] = segment.taken.weights(segment.factors, dtype, candidates)
+            values = self._sampler.flat.values
+            self._weights[form] = sent(segment.taken.weights(segment.factors, values.dtype, candidates), values.device)
         return self._weights[form]
+
+    def _plain_energies(self, energies: ChainEnergies, segment: Segment, step: int) -> Tensor:
+        """Return Ũ/N and log p(θ) of a step of a segment, shape (2, C), without a trace."""
+        places = segment.taken.batches_of(step)
+        batches = [(self._sent(segment.taken.batch(place)), segment.factors[place]) for place in places]
+        return torch.stack([energies.plain(batch, factor) for batch, factor in batches]).mean(0)
+
+    def _sent(self, batch: Any) -> Any:
+        """Return a batch on the chains' device."""
+        on_cpu = self._module.device.type == "cpu"
+        return batch if on_cpu else self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def _joined(lists: Sequence[list[Control]]) -> list[Control]:
     """Return lists one after the other."""
     return [*itertools.chain.from_iterable(lists)]
-
-
-def _plain_energies(energies: ChainEnergies, segment: Segment, step: int) -> Tensor:
-    """Return Ũ/N and log p(θ) of a step of a segment, shape (2, C), without a trace."""
-    places = segment.taken.batches_of(step)
-    return torch.stack([energies.plain(segment.taken.batch(place), segment.factors[place]) for place in places]).mean(0)

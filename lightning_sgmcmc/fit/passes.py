@@ -27,6 +27,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.namespace import fabric, pl
+from lightning_sgmcmc.tensors import sent
 
 _set_sampler_epoch = fabric.utilities.data._set_sampler_epoch
 LearningRateMonitor = pl.callbacks.LearningRateMonitor
@@ -108,7 +109,7 @@ class Taken:
         filled = [[own._filled(own._rows[chain][0], candidates) for own in (self, *following)] for chain in chains]
         of_chains = [torch.cat(own) if following else own[0] for own in filled]
         at = of_chains[0] if self.axis is None else torch.stack(of_chains, -2)
-        found = [tensor.index_select(0, at.flatten()) for tensor in self._tensors]
+        found = [tensor.index_select(0, sent(at.flatten(), tensor.device)) for tensor in self._tensors]
         return [part.view(*at.shape, *part.shape[1:]) for part in found]
 
     def _filled(self, rows: Tensor, candidates: int) -> Tensor:
@@ -163,6 +164,7 @@ class RowsOfPass:
         taken: returns, for each chain, the indices of the next batches, one after the other, and their sizes.
         kind: the class of a batch, list or tuple.
         size: data in a batch that is not short, None if unknown.
+        chains: how many have batches of their own; 1 for one that all share.
     """
 
     def __init__(
@@ -172,12 +174,20 @@ class RowsOfPass:
         taken: Callable[[int], list[tuple[Tensor, list[int]]]],
         kind: type,
         size: int | None,
+        chains: int = 1,
     ) -> None:
         self._fetcher = fetcher
         self._tensors = tensors
         self._taken = taken
         self._kind = kind
         self._size = size
+        self._chains = chains
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the next batches of all chains."""
+        rows = len(self._tensors[0]) if self._size is None else self._size
+        return max(1, self._chains * rows * sum(tensor[0].numel() for tensor in self._tensors))
 
     @property
     def is_done(self) -> bool:
@@ -208,7 +218,8 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     (own,), (loader,) = passes, loaders
     if isinstance(loader, ResumableLoader):
         tensors = loader.plain_tensors
-        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, loader.batch_size)
+        own_batches = loader.batch_size, len(loader.chains)
+        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, *own_batches)
     if type(loader) is not DataLoader or type(own) is not _SingleProcessDataLoaderIter or loader.pin_memory:
         return None
     if (

@@ -1,7 +1,7 @@
 """Injected Gaussian noise: one flat buffer that is reused, or blocks of a large one; one generator per chain."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -109,6 +109,14 @@ class ChainNoise:
             for row in self._rows[chain : steps * chains : chains]:
                 row.normal_(generator=generator)
         return self._of_steps[:steps]
+
+    def in_place(self) -> tuple[Tensor, Callable[[], None], list[torch.Generator]]:
+        """Return the buffer, shape (C, columns), what refills it, and the generators that it takes."""
+        self.states()
+        device = self._device
+        if not self._views or self._buffer.device != device:
+            self._allocate(device)
+        return self._buffer, self._fill, self._generators
 
     def states(self) -> list[Tensor]:
         """Return the generators' states, with which the next draw begins."""

@@ -409,6 +409,11 @@ class Sampler(UpdateRule):
         """Return the normal numbers of the coming steps, shape (K, C, `draws` · P), which these then have drawn."""
         return self._noise.draw_steps(steps)
 
+    def noise_in_place(self) -> tuple[Tensor, Callable[[], None], list[torch.Generator]]:
+        """Return memory for a step's normal numbers, shape (C, `draws` · P), what draws the next ones into it, and the
+        chains' generators."""
+        return self._noise.in_place()
+
     def noise_states(self, states: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
         """Return the states of the noise's generators; set them before, if some are given."""
         if states is not None:

@@ -9,6 +9,7 @@ found is kept if it dies. Those that measure times start and compile side by sid
   4 in other forms) against plain Lightning with SGD, as it is and compiled: time, launches, waits, memory, largest
   kernels, compilation;
 * `samples`: what a drawing of samples costs, and predictions;
+* `blocks`: steps of small networks in blocks, captured and compiled, against those of Lightning's loop;
 * `correctness`, last and side by side: chains on the device against the loop on a CPU, twice the same, over a resume.
 
 `gpu.md` and `gpu.json` are written to the folder `--out`: by default `$OUT`, or else `docs/measured`. `--traces` adds a

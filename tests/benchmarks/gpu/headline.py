@@ -9,7 +9,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.gpu.setting import PlainSGD, RandomImages, Say, Setting, Windows, every_callback, fit, module
@@ -23,8 +22,7 @@ WAYS: dict[str, tuple[str, Any]] = {
     "unrolled": ("chain_execution", "unrolled"),
     "uncompiled": ("compile", False),
 }
-"""Options of the module; "interacting" is a contour that the chains learn together, "layout" lets the compiler choose
-the convolutions' layout."""
+"""Options of the module; "interacting" is a contour that the chains learn together."""
 
 
 class Profiled(pl.Callback):
@@ -100,7 +98,6 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
     chains, *words = case.split(", ")
     plain = chains.startswith("plain")
     options, without = dict(WAYS[word] for word in words if word in WAYS), {"limit_val_batches": 0} if plain else {}
-    torch._inductor.config.force_layout_optimization = "layout" in words
     measured = PlainSGD(setting, "compiled" in words) if plain else module(setting, int(chains), **options)
     began = time.perf_counter()
     with TemporaryDirectory() as folder:

@@ -60,6 +60,10 @@ def decisions(findings: Sequence[Finding]) -> list[Decision]:
     found.append(Decision("waits of an ordinary step", _waits(findings, "ordinary"), 0))
     found.append(Decision("waits of a step that draws samples", _waits(findings, "drawing"), 3))
     for finding in findings:
+        if finding["stage"] == "blocks" and "loop_us" in finding:
+            ratio = finding["captured_us"] / finding["loop_us"]
+            found.append(Decision(f"step in blocks / step of the loop: {finding['case']}", ratio, 0.1))
+            found.append(Decision(f"difference: blocks, {finding['case']}", finding["captured_difference"], 1e-3))
         if finding["stage"] == "correctness" and "difference" in finding:
             limit = 0.0 if "deterministic" in finding["case"] else 0.03 if "mixed" in finding["case"] else 1e-3
             found.append(Decision(f"difference: {finding['case']}", finding["difference"], limit))

@@ -68,16 +68,18 @@ HEADLINES = (
     "1",
     "4, uncompiled",
     "plain again",
-    "4, layout",
-    "4, unrolled, layout",
+    "4, unrolled",
     "plain, compiled",
 )
 """The cases of `headline`, in the order in which they are measured."""
+BLOCKS = ("8-50-1, 1", "8-50-1, 16", "784-100-10, 4", "CNN 8x8, 4")
+"""The cases of `blocks`: a network and a number of chains."""
 STAGES = (
     Stage("environment"),
     Stage("waits", "4"),
     *(Stage("headline", case) for case in HEADLINES),
     Stage("samples", "4"),
+    *(Stage("blocks", case) for case in BLOCKS),
     *(Stage("correctness", case, last=True) for case in CORRECTNESS),
 )
 
