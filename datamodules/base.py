@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sgmcmc import compiling
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
-from lightning_sgmcmc import compiling
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.tables import InputColumns

@@ -8,6 +8,7 @@ of the same formulas, up to rounding.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -381,7 +382,10 @@ class _CapturedSteps:
         given = [*tensors, *_lifted(step)]
         self._carried, self._kept = carried, [tensor.clone() for tensor in tensors[:kept]]
         self._rest, self._draws, self._generators = given[kept:], draws, generators
-        self._step = _compiled(step, given, lambda: step, {}) if compiles else step.forward
+        self._step: Callable[..., Sequence[Tensor]] = step.forward
+        if compiles:
+            with suppress(NotTraceableError):  # then it is captured as it is
+                self._step = _compiled(step, given, lambda: step, {})
         self._graphs: dict[int, Callable[[], None]] = {}
         states, most = [generator.get_state() for generator in generators], len(tensors[-1])
         try:

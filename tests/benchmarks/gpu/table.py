@@ -63,6 +63,7 @@ def decisions(findings: Sequence[Finding]) -> list[Decision]:
         if finding["stage"] == "blocks" and "loop_us" in finding:
             ratio = finding["captured_us"] / finding["loop_us"]
             found.append(Decision(f"step in blocks / step of the loop: {finding['case']}", ratio, 0.1))
+        if finding["stage"] == "blocks" and "captured_difference" in finding:
             found.append(Decision(f"difference: blocks, {finding['case']}", finding["captured_difference"], 1e-3))
         if finding["stage"] == "correctness" and "difference" in finding:
             limit = 0.0 if "deterministic" in finding["case"] else 0.03 if "mixed" in finding["case"] else 1e-3

@@ -72,8 +72,16 @@ HEADLINES = (
     "plain, compiled",
 )
 """The cases of `headline`, in the order in which they are measured."""
-BLOCKS = ("8-50-1, 1", "8-50-1, 16", "784-100-10, 4", "CNN 8x8, 4")
-"""The cases of `blocks`: a network and a number of chains."""
+BLOCKS = (
+    "8-50-1, 1",
+    "8-50-1, 16",
+    "784-100-10, 4",
+    "CNN 8x8, 4",
+    "EWSG, 2",
+    "ControlVariates, 2",
+    "ContourGradient, 2",
+)
+"""The cases of `blocks`: a network or a callback, and a number of chains."""
 STAGES = (
     Stage("environment"),
     Stage("waits", "4"),
