@@ -32,7 +32,7 @@ SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
 WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
 callback."""
-SAVED_CAPTURED, WORTH_CAPTURED = 5e-5, 300_000
+SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
 """The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which it has blocks."""
