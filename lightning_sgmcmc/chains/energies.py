@@ -38,10 +38,6 @@ from lightning_sgmcmc.tensors import exact
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
 
-ON_CUDA = {"triton.cudagraphs": True, "force_layout_optimization": True}
-"""Options of the compiler on a GPU: its graphs are replayed, and convolutions have their channels last: on an H200 four
-chains of ResNet-20 take 4.2 ms a step of the device then, and 5.0 otherwise."""
-
 
 class ChainEnergies:
     """Computes Ũ/N of each chain, with gradients where the optimizer expects them.
@@ -79,8 +75,8 @@ class ChainEnergies:
         on_cuda = model.device.type == "cuda"
         compiler = None
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
-            name, options = f"the network of {type(model).__name__}", ON_CUDA if on_cuda else None
-            compiler = partial(compiled_if_possible, name, needed=compiled != "auto", dynamic=False, options=options)
+            name, mode = f"the network of {type(model).__name__}", "reduce-overhead" if on_cuda else None
+            compiler = partial(compiled_if_possible, name, needed=compiled != "auto", dynamic=False, mode=mode)
         self.replays = compiler is not None and on_cuda
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}

@@ -31,7 +31,7 @@ from tests.benchmarks.gpu.worker import Apart, Finding, chosen
 
 LEAST_SECONDS = 15.0
 """Stages are not begun with less time left."""
-PREPARING = 0.6
+PREPARING = 0.7
 """The share of the time after which a stage is ended that has not compiled yet."""
 MEASURING = 30.0
 """Seconds that a stage may measure."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.gpu.setting import PlainSGD, RandomImages, Say, Setting, Windows, every_callback, fit, module
@@ -22,7 +23,8 @@ WAYS: dict[str, tuple[str, Any]] = {
     "unrolled": ("chain_execution", "unrolled"),
     "uncompiled": ("compile", False),
 }
-"""Options of the module; "interacting" is a contour that the chains learn together."""
+"""Options of the module; "interacting" is a contour that the chains learn together, "layout" lets the compiler choose
+the convolutions' layout."""
 
 
 class Profiled(pl.Callback):
@@ -99,6 +101,7 @@ def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> No
     plain = chains.startswith("plain")
     options, without = dict(WAYS[word] for word in words if word in WAYS), {"limit_val_batches": 0} if plain else {}
     measured = PlainSGD(setting, "compiled" in words) if plain else module(setting, int(chains), **options)
+    torch._inductor.config.force_layout_optimization = "layout" in words
     began = time.perf_counter()
     with TemporaryDirectory() as folder:
         own = [] if plain else every_callback(folder, interacting="interacting" in words)

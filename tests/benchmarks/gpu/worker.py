@@ -68,7 +68,8 @@ HEADLINES = (
     "1",
     "4, uncompiled",
     "plain again",
-    "4, unrolled",
+    "4, layout",
+    "16, layout",
     "plain, compiled",
 )
 """The cases of `headline`, in the order in which they are measured."""
