@@ -95,8 +95,8 @@ class CompiledSteps(RowSteps):
         counted = [sampler.counted(group) for group in sampler.param_groups]
         columns, form = self._columns(controls, counted, count)
         shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
-        is_scaled, groups = part is not None and part.scales, sampler.param_groups
-        options = repr([_fixed(group, is_scaled, own) for group, own in zip(groups, counted, strict=True)])
+        is_scaled = part is not None and part.scales
+        options = repr([_fixed(*own, is_scaled) for own in zip(sampler.param_groups, counted, strict=True)])
         names = tuple([(place, name) for place, name, _ in buffers])
         settings = choices and choices.by.settings, variate and variate.form, part and (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
@@ -105,12 +105,13 @@ class CompiledSteps(RowSteps):
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read, own = ([], [], []) if part is None else (part.state, part.fixed, [part.numbers(count)])
         if choices is not None:
-            counts = torch.zeros(len(flat.values), dtype=torch.int64, device=flat.values.device)
-            learned, own = [counts], [choices.chances, choices.shares]
-        in_place, of_noise = (noise, None) if self._captures else (None, noise)
+            learned = [torch.zeros_like(flat.values[:, 0], dtype=torch.int64)]
+            own = [choices.chances, choices.shares]
+        drawn = [] if noise is None else [noise]
+        in_place, of_noise = (drawn, []) if self._captures else ([], drawn)
         fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
-        of_steps = [*([] if of_noise is None else [of_noise]), *batches, weights, *scalars, *columns, *own]
+        of_steps = [sent(own, flat.values.device) for own in [*of_noise, *batches, weights, *scalars, *columns, *own]]
         if last is not None:
             self._check_last(batches, structure, axis, weights, last, choices)
         if is_new := key not in self._known:
@@ -118,10 +119,9 @@ class CompiledSteps(RowSteps):
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
             self._known[key] = None, _Room(of_steps, self._most, flat.values)
         function, room = self._known[key]
-        torch._foreach_copy_([kept[:count] for kept in room.views], [sent(own, flat.values.device) for own in of_steps])
+        torch._foreach_copy_([kept[:count] for kept in room.views], of_steps)
         if is_new:
-            sizes = [len(state), len(fixed), int(in_place is not None), int(of_noise is not None), len(batches)]
-            tensors = [*state, *fixed, *([] if in_place is None else [in_place])]
+            sizes, tensors = [*map(len, (state, fixed, in_place, of_noise, batches))], [*state, *fixed, *in_place]
             function = self._made(names, structure, axis, sizes, tensors, room, variate, choices, part)
             self._known[key] = function, room
         if function is None:
@@ -135,9 +135,7 @@ class CompiledSteps(RowSteps):
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
-        for group, (lr, _), own_counts in zip(groups, controls, counted, strict=True):
-            after = {name: lr[-1] for name in FOLLOWING if name in group}
-            group.update(after | {name: group[name] + count for name in own_counts})
+        self._count(controls, counted, count)
         if part is not None:
             part.end(count, corrected(energies))
         if variate is not None:
@@ -146,6 +144,12 @@ class CompiledSteps(RowSteps):
             choices.by.end(choices.chances, learned[0])
         of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
         return of_last
+
+    def _count(self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int) -> None:
+        """Set the entries of groups that follow a step's controls, and those that count steps."""
+        for group, (lr, _), names in zip(self._sampler.param_groups, controls, counted, strict=True):
+            after = {name: lr[-1] for name in FOLLOWING if name in group}
+            group.update(after | {name: group[name] + count for name in names})
 
     def _carried(self, state: list[Tensor], variate: ControlVariate | None, keeps_each: bool) -> list[Tensor]:
         """Return what the steps begin with: their number, the state, and the energies of all, or the first, how often
@@ -221,7 +225,7 @@ class CompiledSteps(RowSteps):
                 multiplier, found = part.multiplier(learned, read, corrected(numbers), columns[1], num_data)
                 learned = part.learn(learned, found, number)
             buffers = dict(zip(names, rows, strict=True))
-            noise = [*in_place, *drawn]
+            noise = [*(own.clone() for own in in_place), *drawn]  # a rule may scale it
             counted = self._update(values, gradient, buffers, noise, columns, num_data, multiplier, choose)
             learned = learned if counted is None else [learned[0] + counted]
             if part is not None and part.keeps_each:
@@ -490,7 +494,7 @@ def _apart(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _fixed(group: Mapping[str, Any], is_scaled: bool, counted: Sequence[str] = ()) -> dict[str, Any]:
+def _fixed(group: Mapping[str, Any], counted: Sequence[str], is_scaled: bool) -> dict[str, Any]:
     """Return the entries of a group that are written into the compiled function, in which κ is not if it is of a
     step, nor what steps count."""
     left_out = ("params", "initial_lr", *CONTROLS[: 2 + is_scaled], *FOLLOWING, *counted)
@@ -509,7 +513,9 @@ def can_be_made_at_once(sampler: Sampler, is_scaled: bool = False) -> bool:
         return False
     if any(map(sampler.sets_options, sampler.param_groups)):
         return False
-    if any(isinstance(value, Tensor) for group in sampler.param_groups for value in _fixed(group, is_scaled).values()):
+    if any(
+        isinstance(value, Tensor) for group in sampler.param_groups for value in _fixed(group, (), is_scaled).values()
+    ):
         return False
     known = [name for group in flat.groups for name, _ in group.buffers]
     of_groups = [len(sampler.state[p]) for p in flat.parameters if p in sampler.state]

@@ -37,7 +37,15 @@ from lightning_sgmcmc.fit.block_runs import (
     say_compilation,
 )
 from lightning_sgmcmc.fit.checks import take_num_data
-from lightning_sgmcmc.fit.passes import ComingControls, HiddenEpochs, NextSeen, RowsOfPass, Taken, rows_of_pass
+from lightning_sgmcmc.fit.passes import (
+    ComingControls,
+    DataOnDevice,
+    HiddenEpochs,
+    NextSeen,
+    RowsOfPass,
+    Taken,
+    rows_of_pass,
+)
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.fit.single_steps import Made, SingleSteps
 from lightning_sgmcmc.namespace import pl, rank_zero_info
@@ -112,6 +120,7 @@ class StepBlocks:
         self._single = 0.0
         """Steps in a row that such a cause made single; -∞ once it is reported."""
         self._epochs = HiddenEpochs(trainer, module)
+        self._data = DataOnDevice(module.device)
         self._next_seen = NextSeen(trainer, self._coming, self._epochs)
         self._compiled: CompiledSteps | None = None
         self._listed: ListedSteps | None = None
@@ -417,9 +426,8 @@ class StepBlocks:
                 for own in zip(*(s.controls for s in segments), strict=True)
             ]
             noise = steps.noise(len(controls[0].lr)) if noisy == {True} else None
-            candidates, device = 1 if choice is None else choice.candidates, self._module.device
-            parts = first.taken.parts([segment.taken for segment in segments[1:]], candidates)
-            parts = [sent(part, device) for part in parts]
+            candidates = 1 if choice is None else choice.candidates
+            parts = first.taken.parts([segment.taken for segment in segments[1:]], candidates, self._data)
             weights = torch.cat([self._weights_of(segment, candidates) for segment in segments])
             batches = parts, first.taken.structure, first.taken.axis
             choices = None if choice is None else self._choices(choice, segments)

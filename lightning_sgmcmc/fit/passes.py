@@ -27,6 +27,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.namespace import fabric, pl
+from lightning_sgmcmc.process import free_memory
 from lightning_sgmcmc.tensors import sent
 
 _set_sampler_epoch = fabric.utilities.data._set_sampler_epoch
@@ -40,6 +41,8 @@ SEEN = (ModelCheckpoint, ProgressBar, LearningRateMonitor)
 """Lightning's callbacks, which act in the steps and ends of epochs that it sees."""
 LIGHTNING = f"{pl.__name__}."
 OWN = f"{__name__.partition('.')[0]}."
+LARGEST_SHARE = 0.25
+"""Of a GPU's free memory that copies of the data may take."""
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -55,6 +58,40 @@ class RowsOfTensors:
         """Return the batch of some rows."""
         at = torch.from_numpy(np.array(rows, dtype=np.int64))
         return [tensor[at] for tensor in self._tensors]
+
+
+class DataOnDevice:
+    """Copies of the data on a GPU, of which batches consist there: to gather a batch in the host's memory and to send
+    it takes longer than the steps of a small network.
+
+    A copy is made again when its data have changed. Data that would take more than a share of the free memory are not
+    copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def copies_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors on the device, or as they are."""
+        there = [tensor for tensor in tensors if tensor.device != self.device]
+        if not there or self.device.type != "cuda":
+            return list(tensors)
+        if any(self._copy_of(tensor) is None for tensor in there):
+            size = sum(tensor.nbytes for tensor in there)
+            if size > LARGEST_SHARE * free_memory(self.device):
+                return list(tensors)
+            self._known = {id(own): (own, _version(own), own.to(self.device)) for own in there}
+        return [tensor if (copy := self._copy_of(tensor)) is None else copy for tensor in tensors]
+
+    def _copy_of(self, tensor: Tensor) -> Tensor | None:
+        own, version, copy = self._known.get(id(tensor), (None, 0, None))
+        return copy if own is tensor and version == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often torch has changed a tensor's numbers."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Taken:
@@ -99,7 +136,7 @@ class Taken:
         first = step % math.ceil(self.count / self.each) * self.each
         return range(first, min(first + self.each, self.count))
 
-    def parts(self, following: Sequence["Taken"] = (), candidates: int = 1) -> list[Tensor]:
+    def parts(self, following: Sequence["Taken"], candidates: int, data: "DataOnDevice") -> list[Tensor]:
         """Return the tensors of the batches of these steps and of those that follow, shape (K, ..., B, ...).
 
         They have an axis of candidates after that of steps if there are several, and one of chains before B if chains
@@ -109,8 +146,9 @@ class Taken:
         filled = [[own._filled(own._rows[chain][0], candidates) for own in (self, *following)] for chain in chains]
         of_chains = [torch.cat(own) if following else own[0] for own in filled]
         at = of_chains[0] if self.axis is None else torch.stack(of_chains, -2)
-        found = [tensor.index_select(0, sent(at.flatten(), tensor.device)) for tensor in self._tensors]
-        return [part.view(*at.shape, *part.shape[1:]) for part in found]
+        flat, tensors = at.flatten(), data.copies_of(self._tensors)
+        found = [tensor.index_select(0, sent(flat, tensor.device)) for tensor in tensors]
+        return [sent(part, data.device).view(*at.shape, *part.shape[1:]) for part in found]
 
     def _filled(self, rows: Tensor, candidates: int) -> Tensor:
         """Return the data of all steps, shape (K, B) or (K, J, B)."""

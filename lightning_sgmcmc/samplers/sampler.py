@@ -410,8 +410,7 @@ class Sampler(UpdateRule):
         return self._noise.draw_steps(steps)
 
     def noise_in_place(self) -> tuple[Tensor, Callable[[], None], list[torch.Generator]]:
-        """Return memory for a step's normal numbers, shape (C, `draws` · P), what draws the next ones into it, and the
-        chains' generators."""
+        """Return memory for a step's normal numbers, shape (C, `draws` · P), what refills it, and the generators."""
         return self._noise.in_place()
 
     def noise_states(self, states: Sequence[Tensor] | None = None) -> Sequence[Tensor]:

@@ -10,16 +10,19 @@ from unittest import mock
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from lightning_sgmcmc import compiling
+from lightning_sgmcmc import SGHMC, BayesianModule, ContourRules, Gaussian, callbacks, compiling
 from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.chains import compiled_step, traced
 from lightning_sgmcmc.chains.execution import graphs_kept
-from lightning_sgmcmc.datamodules import DigitsDataModule
+from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule
+from lightning_sgmcmc.fit import block_runs
 from tests.cuda.case import ORDINARY, Case, build, fit, loaders
 from tests.cuda.drawn import samples_are_the_chains_states
 from tests.cuda.stand_in import StandIn
-from tests.cuda.trainer import stand_in_trainer
+from tests.cuda.trainer import StandInStrategy, stand_in_trainer
 
 SMALL = Case(blocks=1, usual=False, precision="32-true", augment=False)
 
@@ -165,6 +168,59 @@ def the_device_makes_the_steps_of_the_cpu(device: StandIn) -> None:
     assert wrong == {}
 
 
+ACTING: dict[str, Callable[[], list[pl.Callback]]] = {
+    "EWSG": lambda: [callbacks.EWSG(1)],
+    "ControlVariates": lambda: [callbacks.ControlVariates()],
+    "ContourGradient": lambda: [callbacks.ContourGradient(ContourRules(0.75), 100, first_edge=1e2, width=20.0)],
+}
+"""Callbacks that act in steps that are made at once."""
+
+
+def steps_in_blocks_are_the_loops(device: StandIn) -> None:
+    """Steps made at once, of data in the host's memory, are those of Lightning's loop."""
+    _check_blocks("none", list, epochs=9)
+
+
+def steps_in_blocks_with_callbacks_are_the_loops(device: StandIn) -> None:
+    """So are those in which a callback acts."""
+    for name, acting in ACTING.items():
+        _check_blocks(name, acting, epochs=24)
+
+
+def _check_blocks(name: str, acting: Callable[[], list[pl.Callback]], epochs: int) -> None:
+    """Raise unless a fit in blocks is that without them; a replay is a call here."""
+
+    def called(run: Callable[[], None], generators: Any) -> Callable[[], None]:
+        run()
+        return run
+
+    def plain(part: Any) -> type:
+        return Tensor if isinstance(part, Tensor) else type(part)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 3, generator=generator)
+    data = TensorDataset(x, x[:, :1].sin())
+    states, counts = [], []
+    for fewest in (10**9, 0):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        module = BayesianModule(net, Gaussian(0.3), sampler=SGHMC, lr=1e-3, num_chains=2, seed=1)
+        own = [SamplingSchedule(burn_in_epochs=epochs // 3, every_n_epochs=2), *acting()]
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = stand_in_trainer("32-true", max_epochs=epochs, callbacks=own, enable_model_summary=False, **quiet)
+        with (
+            mock.patch.object(block_runs, "FEWEST", fewest),
+            mock.patch.object(block_runs, "SingleDeviceStrategy", StandInStrategy),
+            mock.patch.object(compiled_step, "captured", called),
+            mock.patch.object(traced, "type", plain, create=True),  # the stand-in's tensors are of another class
+        ):
+            trainer.fit(module, datamodule=DatasetDataModule(data, batch_size=20))
+        states.append(_state(module))
+        counts.append(module.chains.counters.compiled_steps)
+    assert counts[0] == 0 < counts[1], (name, counts)
+    assert _largest_difference(*states) < 1e-4, name
+
+
 def an_error_within_a_step_is_not_in_its_checkpoint(device: StandIn) -> None:
     """The statistics of a step that an error ends are those before it, in the checkpoint that Lightning then writes."""
 
@@ -211,6 +267,8 @@ CHECKS: dict[str, Callable[[StandIn], Any]] = {
         resumes_a_metropolis_test,
         samples_are_the_chains_states,
         an_error_within_a_step_is_not_in_its_checkpoint,
+        steps_in_blocks_are_the_loops,
+        steps_in_blocks_with_callbacks_are_the_loops,
         a_short_fit_is_compiled_by_choice_alone,
     )
 }

@@ -30,6 +30,7 @@ DEFAULT_CORRECT = (
     "resumes_with_an_lr_for_each_chain",
     "samples_are_the_chains_states",
     "batches_of_the_host_move_as_one_stack",
+    "steps_in_blocks_are_the_loops",
 )
 WITHOUT_FLOAT64_BY_DEFAULT = ("own contour",)
 LARGE = tuple(name for name in LAUNCHES if name.startswith(("ResNet-20", "cifar_sprint")))

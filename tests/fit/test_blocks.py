@@ -40,12 +40,13 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     WarmStart,
 )
+from lightning_sgmcmc.chains import compiled_step
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.schedule import Schedule
 from lightning_sgmcmc.compiling import has_compiler
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule
-from lightning_sgmcmc.fit import block_runs, passes
+from lightning_sgmcmc.fit import block_runs, blocks, passes
 from lightning_sgmcmc.fit.passes import HiddenEpochs
 
 N = 130
@@ -55,10 +56,12 @@ y = x[:, :1].sin() + 0.1 * torch.randn(N, 1, generator=generator)
 DATA = TensorDataset(x, y)
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
-FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])]
-BOTH = ["traced", pytest.param("compiled", marks=needs_compiler)]
-"""The forms of tests that compile by default; "traced" steps of one chain are listed."""
-STEPS = {"traced": ListedSteps, "compiled": CompiledSteps}
+CAPTURED = pytest.param("captured", marks=pytest.mark.slow)
+FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow]), CAPTURED]
+BOTH = ["traced", pytest.param("compiled", marks=needs_compiler), "captured"]
+"""The forms of tests that compile by default; "traced" steps of one chain are listed, "captured" ones are those of a
+GPU, called in the place of a replay."""
+STEPS = {"traced": ListedSteps, "compiled": CompiledSteps, "captured": CompiledSteps}
 """What makes the steps of one chain in a form."""
 
 
@@ -71,6 +74,12 @@ def loader() -> DataLoader[Any]:
     """A plain shuffled loader with an odd last batch."""
     torch.manual_seed(1)
     return DataLoader(DATA, batch_size=20, shuffle=True)
+
+
+def called(run: Callable[[], None], generators: Any) -> Callable[[], None]:
+    """Take the place of a capture."""
+    run()
+    return run
 
 
 class Run:
@@ -91,6 +100,9 @@ class Run:
     ) -> None:
         monkeypatch.setattr(block_runs, "FEWEST", 0 if form else math.inf)
         monkeypatch.setattr(block_runs, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
+        for name in (compiled_step, blocks, block_runs):
+            monkeypatch.setattr(name, "captures", lambda device: form == "captured")
+        monkeypatch.setattr(compiled_step, "captured", called)
         self.collector = SampleCollector(in_memory=True)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | options
         schedule = [c for c in callbacks if isinstance(c, Schedule)]
@@ -195,7 +207,7 @@ def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.
     with_blocks, without = Run(form, monkeypatch, **CASES[case]()), Run(None, monkeypatch, **CASES[case]())
     assert without.hidden == 0
     assert with_blocks.hidden > with_blocks.trainer.global_step / 2
-    if form == "compiled":
+    if form != "traced":
         assert with_blocks.compiled > 0  # the first 64 steps are not
     with_blocks.check_like(without)
 
@@ -268,7 +280,7 @@ def test_scales_of_the_prior_are_drawn_between_steps(form: str, chains: int, mon
 
     with_blocks, without = run(form), run(None)
     steps = with_blocks.trainer.global_step
-    assert (with_blocks.compiled if form == "compiled" else with_blocks.hidden) > steps / 2
+    assert (with_blocks.compiled if form != "traced" else with_blocks.hidden) > steps / 2
     with_blocks.check_like(without)
     scales = [[sample.scales for sample in each.module.posterior] for each in (with_blocks, without)]
     assert scales[0][0] != scales[0][-1]
