@@ -337,7 +337,7 @@ def _compiled_loop(step: GraphModule, tensors: list[Tensor], carried: int) -> An
     return lambda kept, of_steps, count: found(*kept, *of_steps, *constants, torch.tensor(count))
 
 
-def _compiled(step: GraphModule, examples: list[Tensor], what: Callable[[], GraphModule], options: Any) -> Any:
+def _compiled(step: GraphModule, examples: list[Any], what: Callable[[], GraphModule], options: Any) -> Any:
     """Return a compiled function that has a step in it; fits of the same steps in a process share one."""
     shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in examples]
     key = repr((step.code, shapes, options, torch.get_num_threads()))

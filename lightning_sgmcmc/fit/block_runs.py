@@ -86,7 +86,10 @@ def _saves_time(trainer: Any, module: ChainModel) -> bool:
     """Return whether blocks save time and are wanted; it depends on sizes alone, not on measured times, so a run
     repeats."""
     chains = module.chains
-    is_small = numbers_of(module) <= LARGEST.get(trainer.strategy.root_device.type, -1)
+    kind = trainer.strategy.root_device.type
+    is_small = numbers_of(module) <= LARGEST.get(kind, -1)
+    if kind == "cuda" and any(isinstance(part, CHANGING) for part in module.modules()):
+        return False  # of a residual network's step most is arithmetic, so no other layers are advised
     if not is_small or chains.chosen_execution not in ("auto", "vmap"):
         return False
     return bool(trainer.estimated_stepping_batches * chains.num_chains >= FEWEST)

@@ -248,9 +248,12 @@ class StepBlocks:
                     f"{type(sampler).__name__} updates more than rows of numbers: set elementwise=True in its class "
                     "if it treats each coordinate alone"
                 )
+                if not sampler._updates_rows():  # else it may later
+                    self._leave(self._cause)
             return 0, False
         self._cause = self._obstacle([*acting], source is not None)
         if self._cause is not None or source is None:
+            self._leave(self._cause)
             return 0, False
         if self._waits == 0:
             self._most = max(1, min(self._most, MOST_OF_DATA // source.numbers))
@@ -292,6 +295,14 @@ class StepBlocks:
         if weights is None or not weights.counts_rows:  # a short batch is filled up, so an example must be a row
             return "the likelihood counts other data than rows: return one number for each row"
         return None
+
+    def _leave(self, cause: str | None) -> None:
+        """Let steps that cannot be captured, for a cause that stays, be those of a fit without blocks, which may compile
+        its network."""
+        if self._captures:
+            self._captures = self._lists = False
+            self._module.chains.stop_tracing(self._trainer)
+            rank_zero_info(f"Steps are not made in blocks, since {cause}.")
 
     def _note_single(self, cause: str | None) -> None:
         """Report once what keeps steps from being made together, after many in a row that it made single."""
@@ -433,10 +444,12 @@ class StepBlocks:
             choices = None if choice is None else self._choices(choice, segments)
             found = steps.run(*batches, weights, noise, controls, before, after, variate, choices, *acting)
         except NotTraceableError as error:
-            how = "captured" if self._captures else "compiled" if self._compiles else "listed"
-            self._compiles = self._captures = self._lists = False
+            how = "compiled" if self._compiles else "listed"
+            self._leave(str(error))
+            if chains.traces:
+                rank_zero_info(f"The steps are not {how}: {error}.")
+            self._compiles = self._lists = False
             self._singles.check_next()
-            rank_zero_info(f"The steps are not {how}: {error}.")
         finally:
             if found is None:
                 sampler.noise_states(states)

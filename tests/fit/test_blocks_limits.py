@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, NonFiniteEnergyError, ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
+from lightning_sgmcmc.fit import blocks
 from tests.fit.test_blocks import BOTH, FORMS, STEPS, Run, counted, needs_compiler, network, x, y
 
 
@@ -167,3 +168,21 @@ def test_data_that_grow(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks, without = run(form), run(None)
     assert with_blocks.compiled > 0 or form == "traced"
     with_blocks.check_like(without)
+
+
+@pytest.mark.parametrize("cause", ["clipping", "items"])
+def test_a_run_that_cannot_be_captured_goes_on_as_one_without_blocks(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a GPU's run may compile its network, as one without blocks."""
+    items: Any = [(inputs, target) for inputs, target in zip(x, y, strict=True)]
+    options: dict[str, Any] = {
+        "clipping": {"gradient_clip_val": 0.5},
+        "items": {"data": DataLoader(items, batch_size=20)},
+    }[cause]
+    told: list[str] = []
+    monkeypatch.setattr(blocks, "rank_zero_info", told.append)
+    captured, without = Run("captured", monkeypatch, **options), Run(None, monkeypatch, **options)
+    assert captured.compiled == 0
+    assert [text for text in told if "not made in blocks" in text]
+    captured.check_like(without)
