@@ -184,13 +184,20 @@ def _blocks(
     if steps < 1 or not math.isfinite(steps):
         return None
 
+    known: dict[Any, ChainControls] = {}
+
     def controls(step: int) -> ChainControls:
         schedule.apply(step, module, shadow)
-        lrs = torch.stack([_of_chains(group["lr"], chains.num_chains) for group in shadow.param_groups])
-        temperatures = _of_chains(shadow.param_groups[0]["temperature"], chains.num_chains)
-        return ChainControls(
-            sampled.lr * lrs, sampled.temperature * temperatures, chains.progress.stage is Stage.SAMPLING
-        )
+        present, is_sampling = [group["lr"] for group in groups], chains.progress.stage is Stage.SAMPLING
+        numbers = (*present, temperature := groups[0]["temperature"])
+        key = None if any(isinstance(value, Tensor) for value in numbers) else (*numbers, is_sampling)
+        if (found := known.get(key)) is None:
+            lrs = torch.stack([_of_chains(lr, chains.num_chains) for lr in present])
+            temperatures = sampled.temperature * _of_chains(temperature, chains.num_chains)
+            found = ChainControls(sampled.lr * lrs, temperatures, is_sampling)
+            if key is not None:
+                known[key] = found
+        return found
 
     chains.progress = copy.copy(progress)
     try:

@@ -200,7 +200,10 @@ def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = 
     for first in range(1, steps + 1, size):
         count = min(size, steps - first + 1)
         now = controls(first + count // 2)
-        if found and found[-1].is_sampling == now.is_sampling and all(map(torch.equal, found[-1][:2], now[:2])):
+        before = found[-1] if found else None
+        if before is now or (
+            before is not None and before.is_sampling == now.is_sampling and all(map(torch.equal, before[:2], now[:2]))
+        ):
             counts[-1] += count
         else:
             counts.append(count)
