@@ -100,15 +100,16 @@ class CompiledSteps(RowSteps):
         names = tuple([(place, name) for place, name, _ in buffers])
         settings = choices and choices.by.settings, variate and variate.form, part and (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
-        key = structure, shapes, axis, noise is None, form, names, options, sampler.num_data is None, *settings
+        place = id(noise) if self._captures else noise is None  # another memory is another graph
+        key = structure, shapes, axis, place, form, names, options, sampler.num_data is None, *settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read, own = ([], [], []) if part is None else (part.state, part.fixed, [part.numbers(count)])
         if choices is not None:
-            learned = [torch.zeros_like(flat.values[:, 0], dtype=torch.int64)]
+            learned = [flat.values.new_zeros(len(flat.values), dtype=torch.int64)]
             own = [choices.chances, choices.shares]
-        drawn = [] if noise is None else [noise]
-        in_place, of_noise = (drawn, []) if self._captures else ([], drawn)
+        in_place = [noise] if self._captures and noise is not None else []
+        of_noise = [] if self._captures or noise is None else [noise]
         fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
         state = [flat.values, *(rows for *_, rows in buffers), *learned]
         of_steps = [sent(own, flat.values.device) for own in [*of_noise, *batches, weights, *scalars, *columns, *own]]
@@ -127,9 +128,9 @@ class CompiledSteps(RowSteps):
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
         _, *state_after, seen = function([*self._carried(state, variate, keeps_each), *fixed], room.tensors, count)
-        begun, energies = (seen[0], seen[:count]) if keeps_each else (seen[0], seen[2:])
+        energies: Tensor = seen[:count] if keeps_each else seen[2:]
         if first is not None:
-            check_alike(begun[:2], first)
+            check_alike(seen[0, :2], first)
         are_finite = seen[:count].isfinite().all() if keeps_each else seen[1].sum() == 0
         if not bool(are_finite & state_after[0].isfinite().all()):
             return None
@@ -142,8 +143,7 @@ class CompiledSteps(RowSteps):
             variate.end(count)
         if choices is not None:
             choices.by.end(choices.chances, learned[0])
-        of_last: Tensor = energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
-        return of_last
+        return energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
 
     def _count(self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int) -> None:
         """Set the entries of groups that follow a step's controls, and those that count steps."""
@@ -157,7 +157,7 @@ class CompiledSteps(RowSteps):
         rows = 2 if variate is None or variate.mean is None else 3
         values = self._flat.values
         nothing = values.new_zeros(self._most if keeps_each else 4, rows, len(values))
-        return [torch.zeros((), dtype=torch.int64, device=values.device), *state, nothing]
+        return [values.new_zeros((), dtype=torch.int64), *state, nothing]
 
     def _columns(
         self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int

@@ -186,3 +186,22 @@ def test_a_run_that_cannot_be_captured_goes_on_as_one_without_blocks(
     assert captured.compiled == 0
     assert [text for text in told if "not made in blocks" in text]
     captured.check_like(without)
+
+
+class Reloads(pl.Callback):
+    """Loads the sampler's own state."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 11:
+            trainer.optimizers[0].load_state_dict(trainer.optimizers[0].state_dict())
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_a_sampler_whose_state_is_loaded_within_a_fit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its noise goes on in new memory, from new generators."""
+    runs = [Run(one, monkeypatch, Reloads(), epochs=16) for one in (form, None)]
+    assert runs[0].hidden > 0
+    runs[0].check_like(runs[1])
+    samplers: list[Any] = [run.trainer.optimizers[0] for run in runs]
+    states = [sampler.noise_states() for sampler in samplers]
+    assert all(torch.equal(*own) for own in zip(*states, strict=True))
