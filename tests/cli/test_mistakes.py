@@ -138,7 +138,7 @@ COMMANDS = [
     (("test", "--config", RECIPE, "--resume"), "sgmcmc test: --resume continues a fit, so it has no effect in test"),
     (
         ("test", "--config", RECIPE, "--trainer.callbacks=lightning_sgmcmc.callbacks.RunSummary"),
-        "sgmcmc test: test reads the samples that a fit collected: add SampleCollector to trainer.callbacks",
+        "sgmcmc test: no run in runs/digits_csghmc has posterior samples: run sgmcmc fit ",
     ),
     (("report", "nowhere"), "sgmcmc report: there is no folder nowhere: pass a run's folder"),
     (("compare", "nowhere", "."), "sgmcmc compare: there is no folder nowhere: pass a run's folder"),
