@@ -96,6 +96,7 @@ class TableDataModule(ArrayDataModule):
         self._inputs = InputColumns.of_table(x, (*_names(target), *split_by)) if known.inputs is None else known.inputs
         self.columns: tuple[Hashable, ...] | None = self._inputs.names or None
         """The names of the inputs, of a pandas frame."""
+        self._index = np.asarray(x.index) if is_frame(x) else np.arange(len(x))
         self.x = _table(self._inputs, x)
         if len(self.x) != len(y):
             raise ValueError(f"x has {len(self.x)} rows and y has {len(y)} targets: pass one target for each row")
@@ -125,6 +126,7 @@ class TableDataModule(ArrayDataModule):
 
     def load(self) -> tuple[Split, Split, Split]:
         parts = self._parts()
+        self._row_names = tuple(self._index[part.numpy()] for part in parts)
         if self._like is not None:
             self.input_scaling = mean, std = self._inputs.scaling
             inputs = [self._inputs.filled(((self.x[part] - mean) / std).float()) for part in parts]
@@ -197,6 +199,13 @@ class TableDataModule(ArrayDataModule):
     def input_columns(self) -> InputColumns:
         """What the columns of the inputs are, with their scaling after `setup`."""
         return self._inputs if self.input_scaling is None else self._inputs.scaled_by(*self.input_scaling)
+
+    @property
+    def row_names(self) -> tuple[np.ndarray, ...]:
+        """What the rows of the training, validation and test part are called, in the order of their batches: by a
+        frame's index, or numbered from 0; after `setup`."""
+        _ = self.splits
+        return self._row_names
 
     def inputs(self, x: Any) -> Tensor:
         """Return new inputs as the network was trained on them, shape (n, columns), float32; after `setup`.
