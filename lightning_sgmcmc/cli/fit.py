@@ -290,6 +290,19 @@ def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
         return False
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Reads YAML whose keys are different: of equal ones the last would count, and the others without a word not."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        known: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.value in known:
+                problem = f"the key {key.value!r} is there twice, so its first value would not count: join the two"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+            known |= {key.value} if isinstance(key.value, str) else set()
+        return super().construct_mapping(node, deep)
+
+
 def _check_config_files(arguments: list[str]) -> None:
     for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
@@ -299,10 +312,11 @@ def _check_config_files(arguments: list[str]) -> None:
         if not path.is_file():
             raise Mistake(f"there is no file {path} to configure the run: `sgmcmc example > example.yaml` makes one")
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
         except yaml.MarkedYAMLError as error:
             line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-            raise Mistake(f"{path}{line} is not YAML: {error.problem}") from error
+            what = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
+            raise Mistake(f"{path}{line}{what}: {error.problem}") from error
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
             raise Mistake(f"{path} is not a YAML file: {error}") from error
         if not isinstance(content, dict):
