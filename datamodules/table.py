@@ -110,6 +110,7 @@ class TableDataModule(ArrayDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self._say_what_is_missing()
+        self._say_what_numbers_the_rows()
         if len(self._inputs.names) not in (0, self.num_inputs):
             rank_zero_info(
                 f"TableDataModule makes {self.num_inputs} inputs (`num_inputs`) of {len(self._inputs.names)} columns."
@@ -161,6 +162,20 @@ class TableDataModule(ArrayDataModule):
         rank_zero_info(
             f"TableDataModule takes the mean for missing numbers in {where}, and adds inputs that mark them."
         )
+
+    def _say_what_numbers_the_rows(self) -> None:
+        """Say which column of a frame counts its rows, as a file's index does: it tells the target of a sorted file."""
+        count = len(self.x)
+        if not self._inputs.names or self._like is not None or count <= 10:
+            return
+        for place in range(self._inputs.width):
+            column = self.x[:, place]
+            is_counted = bool(column[-1] - column[0] == count - 1) and bool((column.diff() == 1).all())
+            if is_counted:
+                rank_zero_info(
+                    f"TableDataModule takes {self._called(place)} as an input, and it numbers the rows in their order: "
+                    "leave it out if it is only an index."
+                )
 
     def _parts(self) -> list[Tensor]:
         if self._rows is not None:
@@ -503,7 +518,8 @@ def _check_whole(values: Tensor, task: str) -> None:
         )
     if len(numbers) and int(numbers.min()) < 0:
         what = "label" if task == "classes" else "count"
-        raise ValueError(f"y has the {what} {int(numbers.min())}: {what}s count from 0")
+        remedy = ": pass y.astype(str), whose values are names, or pandas.factorize(y)[0]" if task == "classes" else ""
+        raise ValueError(f"y has the {what} {int(numbers.min())}, and {what}s count from 0{remedy}")
 
 
 def _check_observed(values: Tensor, task: str | None) -> None:
