@@ -538,11 +538,13 @@ def _print_baselines(folder: Path) -> None:
     methods = [method for method in ("guessing", "single", "bma", *MEMBERS) if any(key[0] == method for key in values)]
     metrics = [metric for method, metric in values if method == "sgd"]
     table = Table(title="At equal cost, on the test data")
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=max(map(len, metrics), default=0))  # cut, coverages are alike
     for method in methods:
         table.add_column((METHODS | BASELINES).get(method, method).replace(" ", "\n", 1), justify="right")
     for metric in metrics:
         cells = (values.get((method, metric)) for method in methods)
-        table.add_row(metric, *("" if value is None else f"{value:.4f}" for value in cells))
+        table.add_row(
+            metric, *("" if value is None else f"{value:.{4 if abs(value) < 1e4 else 1}f}" for value in cells)
+        )
     plain_console().print(table)
     plain_console().print(f"The rest is in {shown_path(folder / SUMMARY)}", highlight=False)

@@ -65,8 +65,11 @@ def test_the_configuration_of_a_fit_by_auto_is_that_of_what_follows() -> None:
     assert (first / "test-1").exists(), "a version that is named"
 
 
-def test_predictions_of_a_table_name_its_rows() -> None:
-    """Joined to the file by `row`, they have the error that the test of the fit reports; some rows were left out."""
+def test_predictions_of_a_table_name_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Joined to the file by `row`, they have the error that the test of the fit reports; some rows were left out.
+
+    The table of a target in large units has whole names of metrics.
+    """
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"size": rng.uniform(20, 200, 300).round(1), "zone": rng.choice(["a", "b"], 300)})
     frame["price"] = 1e5 + 4e3 * frame["size"] + 2e5 * (frame["zone"] == "b") + rng.normal(0, 2e4, 300)
@@ -75,7 +78,8 @@ def test_predictions_of_a_table_name_its_rows() -> None:
     Path("houses.py").write_text(HOUSES)
     given = [*configured(), "--data=houses.Houses", "--model.net.in_features=3", "--model.net.out_features=1"]
     given += ["--model.likelihood={class_path: lightning_sgmcmc.Gaussian, init_args: {learned: true}}"]
-    main(["fit", *given, "--auto", "--trainer.max_epochs=60"])
+    main(["fit", *given, "--auto", "--trainer.max_epochs=60", "--baselines"])
+    assert {"coverage_50", "coverage_90"} <= set(capsys.readouterr().out.split())
     main(["predict", *given])
     run = Path("runs/table/version_0")
     found = pd.read_csv(run / "predict/predictions.csv", index_col="row")
