@@ -357,9 +357,10 @@ class PredictionWriter(BasePredictionWriter):
 
 def _row_names(trainer: pl.Trainer) -> Any:
     """Return what the rows that a trainer predicts are called, (n,); None if its datamodule does not tell."""
-    names = getattr(getattr(trainer, "datamodule", None), "row_names", None)
+    datamodule = getattr(trainer, "datamodule", None)
+    names = getattr(datamodule, "row_names", None)
     tensors = getattr(getattr(trainer.predict_dataloaders, "dataset", None), "tensors", None)
-    if names is None or not tensors:
+    if datamodule is None or names is None or not tensors:
         return None
-    splits = trainer.datamodule.splits  # a loader of another one's data has no names
-    return next((own for own, split in zip(names, splits, strict=True) if split.inputs is tensors[0]), None)
+    pairs = zip(names, datamodule.splits, strict=True)  # a loader of another one's data has no names
+    return next((own for own, split in pairs if split.inputs is tensors[0]), None)

@@ -168,9 +168,9 @@ def _reason(text: str, given_class: str) -> str:
         keys = [key.split(".", 1)[-1] for key in found[1].split(", ")]
         return f"the configuration has no {' and no '.join(keys)}: pass --config FILE (`sgmcmc example` prints one)"
     if found := NO_PATH.search(text):
-        known = {name: f"{module}.{name}" for module in NAMED for name in _names(module)}
-        close = difflib.get_close_matches(found[1], known, 1)
-        return f"{found[1]!r} is not the path of a class, such as {known[close[0]] if close else EXAMPLE}"
+        paths = {public: f"{module}.{public}" for module in NAMED for public in _names(module)}
+        close = difflib.get_close_matches(found[1], paths, 1)
+        return f"{found[1]!r} is not the path of a class, such as {paths[close[0]] if close else EXAMPLE}"
     if found := UNRECOGNIZED.search(text):
         return f"{text}; a configuration is passed as --config {found[1]}"
     if found := NO_ATTRIBUTE.search(text):
