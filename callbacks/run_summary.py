@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -297,6 +298,9 @@ class PredictionWriter(BasePredictionWriter):
     in the order of the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, with the
     data's positions in `index`. Earlier predictions in the folder are kept as `predictions-1.safetensors`, ….
 
+    Of a datamodule that names its rows, as `TableDataModule` does, `predictions.csv` has a line for each datum: the
+    row's name in the table, in `row`, and the columns of `Prediction.to_pandas`.
+
     Args:
         original_units: whether predictions of standardised targets are in the data's units, as `Posterior.predict`
             returns them; otherwise in those of the standardised targets.
@@ -335,3 +339,28 @@ class PredictionWriter(BasePredictionWriter):
         with replacing(folder / name) as temporary:
             save_file(tensors, temporary)
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
+        rows, is_table = _row_names(trainer), all(part.dim() <= 2 for part in parts[0].parts.values())
+        if rows is not None and is_table and trainer.world_size == 1 and find_spec("pandas") is not None:
+            self._write_table(folder / "predictions.csv", parts, rows)
+
+    @staticmethod
+    def _write_table(path: Path, parts: Sequence[Prediction], rows: Any) -> None:
+        """Write predictions as a table of text, in which rows are found by their names."""
+        import pandas
+
+        table = pandas.concat([part.to_pandas() for part in parts], ignore_index=True)
+        table.insert(0, "row", rows[: len(table)])
+        if is_regular(path):
+            path.rename(free_name(path))
+        write_output(path, table.to_csv(index=False).encode())
+
+
+def _row_names(trainer: pl.Trainer) -> Any:
+    """Return what the rows that a trainer predicts are called, (n,); None if its datamodule does not tell."""
+    datamodule = getattr(trainer, "datamodule", None)
+    names = getattr(datamodule, "row_names", None)
+    tensors = getattr(getattr(trainer.predict_dataloaders, "dataset", None), "tensors", None)
+    if datamodule is None or names is None or not tensors:
+        return None
+    pairs = zip(names, datamodule.splits, strict=True)  # a loader of another one's data has no names
+    return next((own for own, split in pairs if split.inputs is tensors[0]), None)

@@ -96,6 +96,7 @@ class TableDataModule(ArrayDataModule):
         self._inputs = InputColumns.of_table(x, (*_names(target), *split_by)) if known.inputs is None else known.inputs
         self.columns: tuple[Hashable, ...] | None = self._inputs.names or None
         """The names of the inputs, of a pandas frame."""
+        self._index = np.asarray(x.index) if is_frame(x) else np.arange(len(x))
         self.x = _table(self._inputs, x)
         if len(self.x) != len(y):
             raise ValueError(f"x has {len(self.x)} rows and y has {len(y)} targets: pass one target for each row")
@@ -109,6 +110,7 @@ class TableDataModule(ArrayDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self._say_what_is_missing()
+        self._say_what_numbers_the_rows()
         if len(self._inputs.names) not in (0, self.num_inputs):
             rank_zero_info(
                 f"TableDataModule makes {self.num_inputs} inputs (`num_inputs`) of {len(self._inputs.names)} columns."
@@ -125,6 +127,7 @@ class TableDataModule(ArrayDataModule):
 
     def load(self) -> tuple[Split, Split, Split]:
         parts = self._parts()
+        self._row_names = tuple(self._index[part.numpy()] for part in parts)
         if self._like is not None:
             self.input_scaling = mean, std = self._inputs.scaling
             inputs = [self._inputs.filled(((self.x[part] - mean) / std).float()) for part in parts]
@@ -159,6 +162,20 @@ class TableDataModule(ArrayDataModule):
         rank_zero_info(
             f"TableDataModule takes the mean for missing numbers in {where}, and adds inputs that mark them."
         )
+
+    def _say_what_numbers_the_rows(self) -> None:
+        """Say which column of a frame counts its rows, as a file's index does: it tells the target of a sorted file."""
+        count = len(self.x)
+        if not self._inputs.names or self._like is not None or count <= 10:
+            return
+        for place in range(self._inputs.width):
+            column = self.x[:, place]
+            is_counted = bool(column[-1] - column[0] == count - 1) and bool((column.diff() == 1).all())
+            if is_counted:
+                rank_zero_info(
+                    f"TableDataModule takes {self._called(place)} as an input, and it numbers the rows in their order: "
+                    "leave it out if it is only an index."
+                )
 
     def _parts(self) -> list[Tensor]:
         if self._rows is not None:
@@ -197,6 +214,13 @@ class TableDataModule(ArrayDataModule):
     def input_columns(self) -> InputColumns:
         """What the columns of the inputs are, with their scaling after `setup`."""
         return self._inputs if self.input_scaling is None else self._inputs.scaled_by(*self.input_scaling)
+
+    @property
+    def row_names(self) -> tuple[np.ndarray, ...]:
+        """What the rows of the training, validation and test part are called, in the order of their batches: by a
+        frame's index, or numbered from 0; after `setup`."""
+        _ = self.splits
+        return self._row_names
 
     def inputs(self, x: Any) -> Tensor:
         """Return new inputs as the network was trained on them, shape (n, columns), float32; after `setup`.
@@ -494,7 +518,8 @@ def _check_whole(values: Tensor, task: str) -> None:
         )
     if len(numbers) and int(numbers.min()) < 0:
         what = "label" if task == "classes" else "count"
-        raise ValueError(f"y has the {what} {int(numbers.min())}: {what}s count from 0")
+        remedy = ": pass y.astype(str), whose values are names, or pandas.factorize(y)[0]" if task == "classes" else ""
+        raise ValueError(f"y has the {what} {int(numbers.min())}, and {what}s count from 0{remedy}")
 
 
 def _check_observed(values: Tensor, task: str | None) -> None:

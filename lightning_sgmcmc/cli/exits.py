@@ -1,6 +1,7 @@
 """The end of a command: its exit code, a user's mistake in one sentence, and no folder of a run that did nothing."""
 
 import argparse
+import difflib
 import importlib
 import inspect
 import os
@@ -37,6 +38,8 @@ NOT_ACCEPTED = re.compile(r"(?:Option|Key) '(.+?)' is not (?:accepted|expected)"
 NO_ATTRIBUTE = re.compile(r"module '.+?' has no attribute '.+?'")
 EXPECTED_TYPE = re.compile(r"Expected an? (.+)")
 SUBCOMMAND = re.compile(r"Subcommand '.+?' does not accept option '(.+?)'")
+NO_PATH = re.compile(r"(?:Expected a dot import path string|Unexpected import path format): (.+)")
+UNRECOGNIZED = re.compile(r"unrecognized arguments: .*?([\w./-]+\.ya?ml)\b")
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 TYPES = {
     "float": "a number",
@@ -46,6 +49,9 @@ TYPES = {
     "Sequence": "a list",
     "Mapping": "a mapping",
 }
+EXAMPLE = "lightning_sgmcmc.datamodules.TableDataModule"
+NAMED = tuple(f"lightning_sgmcmc{part}" for part in (".datamodules", ".callbacks", ".samplers", ""))
+"""The modules whose classes a configuration names most."""
 FRAME = (
     "Does not validate against",
     "Subtypes:",
@@ -131,7 +137,9 @@ def config_sentence(message: str) -> str:
             continue
         if not text:
             continue
-        if kind := EXPECTED_TYPE.match(text):
+        if NO_PATH.match(text):
+            reason = reason or text
+        elif kind := EXPECTED_TYPE.match(text):
             if not value and "NoneType" not in kind[1]:
                 expected.append(_plain_type(kind[1]))
         elif text.startswith("Given value: "):
@@ -159,6 +167,12 @@ def _reason(text: str, given_class: str) -> str:
     if found := REQUIRED.search(text):
         keys = [key.split(".", 1)[-1] for key in found[1].split(", ")]
         return f"the configuration has no {' and no '.join(keys)}: pass --config FILE (`sgmcmc example` prints one)"
+    if found := NO_PATH.search(text):
+        paths = {public: f"{module}.{public}" for module in NAMED for public in _names(module)}
+        close = difflib.get_close_matches(found[1], paths, 1)
+        return f"{found[1]!r} is not the path of a class, such as {paths[close[0]] if close else EXAMPLE}"
+    if found := UNRECOGNIZED.search(text):
+        return f"{text}; a configuration is passed as --config {found[1]}"
     if found := NO_ATTRIBUTE.search(text):
         named = re.search(r"class_path='([^']+)'", text)
         path = named[1] if named else given_class

@@ -28,7 +28,13 @@ from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError, no_folder_left_behind
 from lightning_sgmcmc.files import free_name, is_regular, is_remote, replacing, write_atomically, write_output
 from lightning_sgmcmc.fit.checks import why_without_samples
-from lightning_sgmcmc.fit.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store
+from lightning_sgmcmc.fit.folder import (
+    continue_run_of,
+    evaluate_beside,
+    folder_of_runs,
+    newest_checkpoint,
+    newest_store,
+)
 from lightning_sgmcmc.fit.results import (
     BASELINES,
     CHOICES,
@@ -57,6 +63,8 @@ else:
 PACKAGE = "lightning_sgmcmc.callbacks."
 OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 """Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""
+EVALUATE = ("validate", "test", "predict")
+"""The subcommands that read the samples of a fit."""
 NOT_OF_THE_RUN = (
     *("💡 Tip:", "Seed set to", "`Trainer.fit` stopped: `max_"),
     *(f"{device} available: False" for device in ("GPU", "TPU", "HPU")),
@@ -121,9 +129,12 @@ class SamplingCLI(LightningCLI):
         path = config.get("ckpt_path")
         if config.auto and subcommand == "fit":
             choose_sampling(config, config.objective, config.budget)
-        elif config.budget is not None:
+        elif config.budget is not None and not config.auto:
             raise Mistake("--budget is an option of --auto: add --auto, or set trainer.max_epochs")
-        if config.resume and subcommand != "fit":
+        entries = _entries(config.trainer.get("callbacks"))
+        if subcommand in EVALUATE and not any(issubclass(_declared(entry), SampleCollector) for entry in entries):
+            config.trainer.callbacks = _with_recommended(entries)
+        if config.resume and subcommand != "fit" and _is_given("--resume", args):
             raise Mistake(f"--resume continues a fit, so it has no effect in {subcommand}: omit it")
         if config.resume and path:
             raise Mistake("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
@@ -153,9 +164,9 @@ class SamplingCLI(LightningCLI):
         remote = next((folder for folder in folders if folder is not None and is_remote(folder)), None)
         if remote is not None:
             raise Mistake(f"--resume searches local folders, and this run's is {remote}: pass --ckpt_path={remote}/…")
-        checkpoint = newest_checkpoint(self.trainer)
+        checkpoint = newest_checkpoint(self.trainer, self._named_run("fit"))
         if checkpoint is None:
-            where = run_folder(self.trainer).parent
+            where = folder_of_runs(self.trainer)
             rank_zero_info(f"--resume found no checkpoint of an earlier run in {where}: this run starts from step 0")
             return
         rank_zero_info(f"Continuing from {checkpoint}")
@@ -200,14 +211,12 @@ class SamplingCLI(LightningCLI):
 
     def _evaluate(self, stage: str, run: Callable[..., Any], **options: Any) -> None:
         collectors = instances_of(self.trainer, SampleCollector)
-        if not collectors:
-            raise Mistake(f"{stage} reads the samples that a fit collected: add SampleCollector to trainer.callbacks")
         if collectors[0].in_memory:
             raise Mistake("SampleCollector(in_memory=True) leaves no samples to evaluate: fit with in_memory=False")
         if collectors[0].dirpath is None:
-            store = newest_store(self.trainer)
+            store = newest_store(self.trainer, self._named_run(stage))
             if store is None:
-                where = run_folder(self.trainer).parent
+                where = folder_of_runs(self.trainer)
                 if where.is_relative_to(Path.cwd()):
                     where = where.relative_to(Path.cwd())
                 raise Mistake(f"no run in {where} has posterior samples: run sgmcmc fit with this configuration first")
@@ -218,6 +227,12 @@ class SamplingCLI(LightningCLI):
                 options["verbose"] = False  # which prints a table of its own
         with _own_folder(self.trainer):
             run(**options)
+
+    def _named_run(self, stage: str) -> Path | None:
+        """Return the folder of the run whose `config.yaml` or `auto.yaml` the command was given, None of another
+        configuration."""
+        paths = [Path(path.absolute) for path in self.config[stage].get("config") or []]
+        return next((path.parent for path in paths if path.name in (CONFIG, CHOICES)), None)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -259,6 +274,12 @@ def _resume_command(arguments: Any) -> str | None:
     return shlex.join([*(word for place, word in enumerate(words) if place not in dropped), "--resume"])
 
 
+def _is_given(option: str, arguments: Any) -> bool:
+    """Return whether an option is among a command's arguments; a fit's `config.yaml` has it too."""
+    words = arguments if isinstance(arguments, list) else sys.argv[1:] if arguments is None else []
+    return any(str(word).partition("=")[0] == option for word in words)
+
+
 def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
     if datamodule is None:
         return False
@@ -267,6 +288,19 @@ def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
         return bool(datamodule.test_dataloader())
     except (NotImplementedError, pl.utilities.exceptions.MisconfigurationException):
         return False
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Reads YAML whose keys are different: of equal ones the last would count, and the others without a word not."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        known: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.value in known:
+                problem = f"the key {key.value!r} is there twice, so its first value would not count: join the two"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+            known |= {key.value} if isinstance(key.value, str) else set()
+        return super().construct_mapping(node, deep)
 
 
 def _check_config_files(arguments: list[str]) -> None:
@@ -278,10 +312,11 @@ def _check_config_files(arguments: list[str]) -> None:
         if not path.is_file():
             raise Mistake(f"there is no file {path} to configure the run: `sgmcmc example > example.yaml` makes one")
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
         except yaml.MarkedYAMLError as error:
             line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-            raise Mistake(f"{path}{line} is not YAML: {error.problem}") from error
+            what = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
+            raise Mistake(f"{path}{line}{what}: {error.problem}") from error
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
             raise Mistake(f"{path} is not a YAML file: {error}") from error
         if not isinstance(content, dict):
@@ -330,8 +365,7 @@ WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
 def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
     """Replace what decides about sampling in a fit's configuration by `AutoSampling` and the missing ones of
     `recommended`, in place."""
-    given = config.trainer.get("callbacks") or []
-    entries = given if isinstance(given, list) else [given]
+    entries = _entries(config.trainer.get("callbacks"))
     kept = [entry for entry in entries if not _declared(entry).changes_chain]
     dropped = [name for entry in entries if (name := _name(entry)) != "AutoSampling" and entry not in kept]
     for entry in kept:
@@ -342,10 +376,19 @@ def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
             )
     if dropped:
         rank_zero_info(f"--auto replaces {', '.join(dropped)} and the module's prior, sampler and lr.")
-    known = {_name(entry) for entry in kept}
-    added = [Namespace(class_path=PACKAGE + name) for name in WITH_IT if name not in known]
     options = Namespace(objective=objective, budget=budget)
-    config.trainer.callbacks = [Namespace(class_path=AUTO, init_args=options), *kept, *added]
+    config.trainer.callbacks = [Namespace(class_path=AUTO, init_args=options), *_with_recommended(kept)]
+
+
+def _entries(given: Any) -> list[Any]:
+    """Return a configuration's callbacks as a list."""
+    return given if isinstance(given, list) else [given] if given else []
+
+
+def _with_recommended(entries: list[Any]) -> list[Any]:
+    """Return callbacks with the missing ones of `recommended`."""
+    known = {_name(entry) for entry in entries}
+    return [*entries, *(Namespace(class_path=PACKAGE + name) for name in WITH_IT if name not in known)]
 
 
 def _name(entry: Any) -> str:
@@ -495,11 +538,13 @@ def _print_baselines(folder: Path) -> None:
     methods = [method for method in ("guessing", "single", "bma", *MEMBERS) if any(key[0] == method for key in values)]
     metrics = [metric for method, metric in values if method == "sgd"]
     table = Table(title="At equal cost, on the test data")
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=max(map(len, metrics), default=0))  # cut, coverages are alike
     for method in methods:
         table.add_column((METHODS | BASELINES).get(method, method).replace(" ", "\n", 1), justify="right")
     for metric in metrics:
         cells = (values.get((method, metric)) for method in methods)
-        table.add_row(metric, *("" if value is None else f"{value:.4f}" for value in cells))
+        table.add_row(
+            metric, *("" if value is None else f"{value:.{4 if abs(value) < 1e4 else 1}f}" for value in cells)
+        )
     plain_console().print(table)
     plain_console().print(f"The rest is in {shown_path(folder / SUMMARY)}", highlight=False)

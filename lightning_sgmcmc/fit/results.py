@@ -282,7 +282,7 @@ class StoredEvaluation:
     Attributes:
         kind: what the run is: "posterior samples", "deep ensemble", "SWAG", …
         gradient_evaluations, seconds: of the fit, over all chains; 0 if it ran in another process.
-        data: identifies the targets; "" if there are none.
+        data: identifies the targets in their units; "" if there are none.
         columns: per-datum results, shape (n,): `nll` in nats, and `error` (0 or 1) and `brier` of classes, or
             `square_error` of a regression, in original units.
     """
@@ -367,7 +367,10 @@ def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str,
             columns["nll"] = columns["nll"] + (~errors.isnan()).flatten(1).sum(1) * math.log(scale)
             columns["square_error"] = errors.square().flatten(1).nanmean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
-    return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
+    content = values.numpy().tobytes()
+    if any(scaling.mean) or set(scaling.std) != {1.0}:  # equal standardised targets may be of other units
+        content += " ".join(f"{number:.6g}" for number in (*scaling.mean, *scaling.std)).encode()
+    return _stored(columns), f"{len(values)}-{zlib.crc32(content):08x}"
 
 
 def _stored(columns: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -125,7 +125,8 @@ class ChainHealth(StepClaimant):
         if saved is None:
             return
         self._warned = set(saved["warned"])
-        if not self._observer.load_state_dict(saved, run.layout.own_stored):
+        own = run.layout.own_stored if run.layout.is_spread else unreduced  # as `state` has saved it
+        if not self._observer.load_state_dict(saved, own):
             rank_zero_warn(
                 "The checkpoint's health record is for a network with other parameters: ChainHealth starts a new one."
             )

@@ -140,7 +140,8 @@ def _check_data(folders: Sequence[Path], found: Sequence[StoredEvaluation]) -> N
         if other.data != first.data or counts[0] != counts[1]:
             raise RunError(
                 f"{folders[0]} and {folder} were evaluated on different {STAGE_NAMES[first.stage]} ({counts[0]} and "
-                f"{counts[1]} data, with other targets), so they cannot be compared: pass runs on the same data"
+                f"{counts[1]} data, with other targets or units), so they cannot be compared: pass runs on the same "
+                "data"
             )
 
 

@@ -101,6 +101,11 @@ def column_numbers(name: str, column: Any, series: Any) -> np.ndarray:
             return as_tensor(name, series.to_numpy(dtype=object)).double().numpy()
     except TypeError:
         pass
+    if getattr(series.dtype, "kind", "O") == "M":
+        raise TypeError(
+            f"{name} has the column {column!r} of dates, which are no numbers: pass the days since one of them, or the "
+            f"month, leave it out, or test on the last rows by time={column!r}"
+        )
     raise TypeError(
         f"{name} has the column {column!r} of {series.dtype}, which is not numeric: encode it "
         f"(pandas.get_dummies), say that it is categorical ({name}.astype({{{column!r}: 'category'}})), or leave it out"

@@ -17,7 +17,9 @@ from lightning_sgmcmc import (
     SGNHT,
     BayesianModule,
     Categorical,
+    Gaussian,
     NonFiniteEnergyError,
+    ResumableLoader,
     UnderdampedLangevin,
     pSGLD,
 )
@@ -166,6 +168,32 @@ def test_resume_keeps_the_record(tmp_path: Path) -> None:
     assert module.health.total is not None
     assert whole.health.total is not None
     assert module.health.total.kinetic == pytest.approx(whole.health.total.kinetic, rel=0.05)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_resumed_run_reports_what_the_whole_run_does(tmp_path: Path, chains: int) -> None:
+    """Weights of several rows, a single number among the parameters, and a stage that the checkpoint interrupts."""
+
+    def fit(steps: int, *extra: pl.Callback, **options: Any) -> BayesianModule:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        module = BayesianModule(net, Gaussian(learned=True), sampler=SGHMC, lr=0.01, num_chains=chains, seed=0)
+        schedule = SamplingSchedule(burn_in_steps=20, every_n_steps=10)
+        callbacks = [schedule, ChainHealth(every_n_steps=2, warm_up=0.0), *extra]
+        trainer = quiet_trainer(max_steps=steps, callbacks=callbacks, enable_checkpointing=bool(extra))
+        trainer.fit(module, rows, **options)
+        return module
+
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    rows = ResumableLoader(torch.utils.data.TensorDataset(x, x[:, :1]), batch_size=20, seed=0)
+    whole = fit(200).health
+    fit(101, pl.callbacks.ModelCheckpoint(tmp_path, "half", every_n_train_steps=101))
+    resumed = fit(200, ckpt_path=tmp_path / "half.ckpt").health
+    assert whole is not None
+    assert resumed is not None
+    assert resumed.observations == whole.observations
+    assert whole.total is not None
+    assert resumed.total == whole.total
 
 
 def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ CONFIGURATIONS = {
         TEXT.replace("samplers.SGHMC", "samplers.SGHMCC"),
         "model.sampler: there is no class lightning_sgmcmc.samplers.SGHMCC; did you mean 'SGHMC'?",
     ),
+    "a sampler without its package": (
+        TEXT.replace("lightning_sgmcmc.samplers.SGHMC", "SGHMCC"),
+        "model.sampler: 'SGHMCC' is not the path of a class, such as lightning_sgmcmc.SGHMC",
+    ),
+    "a key twice": (
+        TEXT + "trainer:\n  max_epochs: 3\n",
+        f"run.yaml, line {TEXT.count(chr(10)) + 1}: the key 'trainer' is there twice, so its first value would not "
+        "count: join the two",
+    ),
     "a module that is not there": (
         TEXT.replace("torchvision.ops.MLP", "mynet.Net"),
         "model.net: mynet.Net cannot be imported: No module named 'mynet'",
@@ -121,6 +130,7 @@ COMMANDS = [
     (("fit",), "sgmcmc fit: the configuration has no data and no model: pass --config FILE"),
     (("fit", "--config", "no.yaml"), "sgmcmc fit: there is no file no.yaml to configure the run: `sgmcmc example > "),
     ((*FIT, "--nonsense"), "sgmcmc fit: unrecognized arguments: --nonsense"),
+    (("fit", RECIPE), f"sgmcmc fit: unrecognized arguments: {RECIPE}; a configuration is passed as --config {RECIPE}"),
     ((*FIT, "--ckpt_path=no.ckpt"), "sgmcmc fit: --ckpt_path=no.ckpt does not exist: pass a checkpoint, or --resume"),
     ((*FIT, f"--ckpt_path={RECIPE}"), f"sgmcmc fit: --ckpt_path={RECIPE} is not a complete checkpoint"),
     ((*FIT, "--resume", "--ckpt_path=last"), "sgmcmc fit: --resume finds the checkpoint itself: pass either "),
@@ -138,7 +148,7 @@ COMMANDS = [
     (("test", "--config", RECIPE, "--resume"), "sgmcmc test: --resume continues a fit, so it has no effect in test"),
     (
         ("test", "--config", RECIPE, "--trainer.callbacks=lightning_sgmcmc.callbacks.RunSummary"),
-        "sgmcmc test: test reads the samples that a fit collected: add SampleCollector to trainer.callbacks",
+        "sgmcmc test: no run in runs/digits_csghmc has posterior samples: run sgmcmc fit ",
     ),
     (("report", "nowhere"), "sgmcmc report: there is no folder nowhere: pass a run's folder"),
     (("compare", "nowhere", "."), "sgmcmc compare: there is no folder nowhere: pass a run's folder"),

@@ -48,6 +48,23 @@ def test_a_frame_and_its_arrays_are_one_table(caplog: pytest.LogCaptureFixture) 
         plain.inputs(table)
 
 
+def test_a_column_that_numbers_the_rows_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As the index of a file that pandas wrote; rows in another order, or of a measurement, are not numbered."""
+    frame = pandas.DataFrame({"Unnamed: 0": range(5, 35), "size": np.linspace(0, 1, 30), "y": np.ones(30)})
+    frame["shuffled"] = np.random.default_rng(0).permutation(30)
+    with caplog.at_level(logging.INFO, "pytorch_lightning"):
+        TableDataModule(frame, target="y", task="regression")
+    (said,) = [message for message in caplog.messages if "numbers the rows" in message]
+    assert "column 'Unnamed: 0'" in said
+
+
+def test_dates_are_named_with_what_to_do() -> None:
+    frame = pandas.DataFrame({"when": pandas.date_range("2020-01-01", periods=30), "y": 1.0})
+    with pytest.raises(TypeError, match="column 'when' of dates, .* or test on the last rows by time='when'"):
+        TableDataModule(frame, target="y", task="regression")
+    TableDataModule(frame.assign(size=range(0, 60, 2)), target="y", task="regression", time="when")
+
+
 def test_arrays_that_must_not_be_written_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     """Those of pandas 3 are like that, and torch warns of them."""
     x, y = np.arange(COUNT * 2.0).reshape(COUNT, 2), np.arange(COUNT) % 2

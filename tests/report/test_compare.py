@@ -138,6 +138,12 @@ def test_a_regression_in_original_units_and_mistakes(tmp_path: Path) -> None:
         assert one.metrics["square_error"].value == pytest.approx(rmse, rel=1e-4)
         assert one.metrics["nll"].value == pytest.approx(one.evaluation.metrics["nll"], rel=1e-5)
 
+    thousandths = Units(batch_size=10)  # its standardised targets are the same, and its NLL lower by log(1000)
+    thousandths.target_mean, thousandths.target_std = 5e-3, 10e-3
+    small = run(tmp_path / "small", regression(0.5), SamplingSchedule(every_n_steps=2), data=thousandths)
+    with pytest.raises(RunError, match="with other targets or units"):
+        compare_runs([runs[0], small])
+
     other = run(tmp_path / "other", Net(), SamplingSchedule(every_n_steps=4), data=Fewer())
     untested = run(tmp_path / "untested", Net(), SamplingSchedule(every_n_steps=4), test=False)
     same = run(tmp_path / "same", Net(), SamplingSchedule(every_n_steps=4))
@@ -146,7 +152,7 @@ def test_a_regression_in_original_units_and_mistakes(tmp_path: Path) -> None:
     for given, sentence in [
         ([same], "a comparison needs two runs or more, got 1"),
         ([same, same], "is given twice"),
-        ([same, other], r"evaluated on different test data \(20 and 20 data, with other targets\)"),
+        ([same, other], r"evaluated on different test data \(20 and 20 data, with other targets or units\)"),
         ([same, tmp_path / "damaged"], "has no per-datum evaluation on the test data.*sgmcmc test"),
     ]:
         with pytest.raises(RunError, match=sentence):
