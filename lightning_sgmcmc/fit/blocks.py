@@ -297,8 +297,8 @@ class StepBlocks:
         return None
 
     def _leave(self, cause: str | None) -> None:
-        """Let steps that cannot be captured, for a cause that stays, be those of a fit without blocks, which may compile
-        its network."""
+        """Let steps that cannot be captured, for a cause that stays, be those of a fit without blocks, which may
+        compile its network."""
         if self._captures:
             self._captures = self._lists = False
             self._module.chains.stop_tracing(self._trainer)
