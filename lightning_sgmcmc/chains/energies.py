@@ -529,9 +529,8 @@ State = Mapping[str, Tensor]
 class Densities:
     """log p(y|x,θ) and log p(θ) of a model as functions of tensors by name.
 
-    A `log_prior` of the user's own is a function of all tensors, those of one chain, and a `Prior` of its entries: the
-    sampled parameters without held rows, and the tensors of the prior. With `marginal` the scales of a
-    `HierarchicalPrior` are integrated out.
+    A `log_prior` of the user's own is a function of all tensors, and a `Prior` of its entries: the sampled parameters
+    without held rows, and the tensors of the prior. With `marginal` a `HierarchicalPrior`'s scales are integrated out.
     """
 
     def __init__(self, model: EnergyModel, marginal: bool = False) -> None:
@@ -570,11 +569,9 @@ class Densities:
 
     def log_priors(self, stacked: State, entries: State) -> Tensor:
         """Return log p(θ) at C states, shape (C,); `entries` are what a prior is a function of."""
-        if self.has_own_prior:
-            # Not by torch.vmap, in which no tensor requires gradients and the user's code can differentiate none.
-            columns = {name: tensor.unbind(0) for name, tensor in stacked.items()}
-            count = len(next(iter(columns.values())))
-            return torch.stack([self.log_prior({name: own[c] for name, own in columns.items()}) for c in range(count)])
+        if self.has_own_prior:  # in torch.vmap no tensor requires gradients, and user's code can differentiate none
+            chains = zip(*(tensor.unbind(0) for tensor in stacked.values()), strict=True)
+            return torch.stack([self.log_prior(dict(zip(stacked, own, strict=True))) for own in chains])
         return self._of_entries(entries, True)
 
     def present_log_prior(self, sampled: State) -> Tensor:
