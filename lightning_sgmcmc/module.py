@@ -20,7 +20,7 @@ from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.fit.block_runs import has_blocks
-from lightning_sgmcmc.fit.checks import OtherGradients, check_namespace, warn_of_other_loss
+from lightning_sgmcmc.fit.checks import OtherGradients, OtherWeights, check_namespace, warn_of_other_loss
 from lightning_sgmcmc.fit.loggers import SamplingProgress, stay_offline_without_login
 from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.fit.safeguards import Safeguards
@@ -143,6 +143,8 @@ class BayesianModule(ChainModel):
         """Coming backward passes whose loss is compared with the energy, each a wait for the device."""
         self._other_gradients: OtherGradients | None = None
         """Looks at what a user's hooks make of the coming gradients."""
+        self.other_weights: OtherWeights | None = None
+        """Looks at whether they change the weights between the coming steps."""
         self.plan: RunPlan | None = None
         """What the fit reaches and costs by its settings, once it begins; None without a schedule."""
         self.posterior: Posterior | None = None
@@ -282,6 +284,8 @@ class BayesianModule(ChainModel):
         sampler = getattr(optimizer, "optimizer", optimizer)
         before = sampler.step_count
         optimizer.step(closure=optimizer_closure)
+        if self.other_weights is not None:
+            self.other_weights.keep(sampler, self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
         if sampler.step_count == before and sampler.guard is not None and sampler.guard.has_scaler:
             sampler.guard.skipped_by_scaler()
 
@@ -298,6 +302,8 @@ class BayesianModule(ChainModel):
         """Clip the gradient of each chain by its own norm."""
         if self._other_gradients is not None:
             self._other_gradients.compare(self.chains)
+        if self.other_weights is not None:
+            self.other_weights.compare()
         by_chain = bool(gradient_clip_val) and gradient_clip_algorithm != "value"
         if not (by_chain and self.chains.clip_gradients(float(gradient_clip_val or 0))):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -363,7 +369,7 @@ class BayesianModule(ChainModel):
         check_methods(self, BayesianModule)
         chains = self.chains
         self._looks_at_loss = 3 if self.replaces("training_step") else 0
-        self._other_gradients = OtherGradients(self.trainer, self)
+        self._other_gradients, self.other_weights = OtherGradients(self.trainer, self), OtherWeights(self.trainer, self)
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:

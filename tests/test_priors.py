@@ -10,17 +10,22 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from safetensors.torch import save_file
-from torch import Tensor, distributions
+from torch import Tensor, distributions, nn
+from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import (
+    SGLD,
     BayesianModule,
     Categorical,
+    Gaussian,
     GaussianPrior,
     HierarchicalPrior,
     LaplacePrior,
     Prior,
+    ResumableLoader,
     StudentTPrior,
 )
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from tests.support.small_run import COUNT, loader
 from tests.support.trainers import quiet_trainer
 
@@ -386,3 +391,48 @@ def test_yaml_makes_the_priors(tmp_path: Path) -> None:
         parser.add_argument("--prior", type=Prior)
         config = parser.parse_object({"prior": {"class_path": f"lightning_sgmcmc.{name}", "init_args": options}})
         assert text in repr(parser.instantiate_classes(config).prior)
+
+
+class Near(Prior):
+    """Weights near 1, precision 100."""
+
+    def log_prob(self, parameters: Any) -> Tensor:
+        return sum((-50 * (p - 1).square().sum() for p in parameters.values()), torch.zeros(()))
+
+
+class OfTheModule(BayesianModule):
+    def log_prior(self) -> Tensor:
+        return super().log_prior() + 0.0
+
+
+class OfThoseTrained(BayesianModule):
+    def log_prior(self) -> Tensor:
+        return self.prior.log_prob({name: p for name, p in self.named_parameters() if p.requires_grad})
+
+
+class OfPhysics(BayesianModule):
+    """The output's derivative is 1, at ten points: the same density."""
+
+    def log_prior(self) -> Tensor:
+        points = torch.linspace(-1, 1, 10)[:, None].requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self(points).sum(), points, create_graph=True)
+        return -5 * (slope - 1).square().sum()
+
+
+@pytest.mark.parametrize("execution", ["auto", "vmap"])
+@pytest.mark.parametrize("kind", [OfTheModule, OfThoseTrained, OfPhysics])
+def test_log_prior_of_a_module_is_in_the_posterior_of_all_chains(kind: Any, execution: Any) -> None:
+    x = torch.linspace(-2, 2, 20)[:, None]
+    net = nn.Linear(1, 1, bias=False)
+    options = {"num_chains": 2, "chain_execution": execution, "seed": 0, "sampler": SGLD, "lr": 0.05}
+    module = kind(net, Gaussian(), Near(), **options)
+    samples = SampleCollector(in_memory=True)
+    trainer = quiet_trainer(max_steps=600, callbacks=[SamplingSchedule(burn_in_steps=100, every_n_steps=2), samples])
+    trainer.fit(module, ResumableLoader(TensorDataset(x, 0.3 * x), batch_size=20, seed=0))
+    assert samples.posterior is not None
+    draws = torch.stack([network.weight.detach() for network in samples.posterior.networks()])
+    data = float(x.square().sum())
+    mean, std = (100 + 0.3 * data) / (100 + data), (100 + data) ** -0.5
+    assert float(draws.mean()) == pytest.approx(mean, abs=5 * std / 10)  # some hundred independent draws
+    assert float(draws.std()) == pytest.approx(std, rel=0.35)

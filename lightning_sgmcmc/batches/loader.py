@@ -14,6 +14,7 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -281,8 +282,16 @@ class ResumableLoader:
     @property
     def plain_tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of whose rows the batches consist; None where more is done to them, or by other processes."""
-        is_plain = self.num_workers == 0 and self.collate_fn is as_is
-        return getattr(self.dataset, "plain_tensors", None) if is_plain else None
+        if self.num_workers:
+            return None
+        if type(self.dataset) is TensorDataset and self.collate_fn is default_collate:
+            return self.dataset.tensors
+        return getattr(self.dataset, "plain_tensors", None) if self.collate_fn is as_is else None
+
+    @property
+    def kind_of_batch(self) -> type:
+        """The class of a batch of plain tensors: torch's collation makes lists."""
+        return list if self.collate_fn is default_collate else tuple
 
     def take(self, count: int) -> list[tuple[Tensor, list[int]]]:
         """Return the indices of the pass's next batches and their sizes, for each chain, in the place of the batches

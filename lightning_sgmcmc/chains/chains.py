@@ -499,6 +499,7 @@ class ChainModel(EnergyModel):
         health: Any
         contour: Any
         plan: Any
+        other_weights: Any
 
         @property
         def num_chains(self) -> int: ...

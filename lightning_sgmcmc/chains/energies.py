@@ -28,7 +28,7 @@ from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike
 from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
-from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.model import EnergyModel, check_shape, named_trainable, overrides
 from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import held_rows, is_prior_state, prior_state, sampled_columns, without_held
@@ -530,8 +530,7 @@ class Densities:
     """log p(y|x,θ) and log p(θ) of a model as functions of tensors by name.
 
     A `log_prior` of the user's own is a function of all tensors, and a `Prior` of its entries: the sampled parameters
-    without held rows, and the tensors of the prior. With `marginal` the scales of a `HierarchicalPrior` are integrated
-    out.
+    without held rows, and the tensors of the prior. With `marginal` a `HierarchicalPrior`'s scales are integrated out.
     """
 
     def __init__(self, model: EnergyModel, marginal: bool = False) -> None:
@@ -543,6 +542,7 @@ class Densities:
         self._marginal = model.prior if marginal and isinstance(model.prior, HierarchicalPrior) else None
         self.has_own_prior = overrides(model, "log_prior")
         """Whether log p(θ) is a method of the user's and not the prior's."""
+        self._sampled = frozenset(named_trainable(model))
         self.held = held_rows(model)
         """The row of each parameter that is not sampled."""
 
@@ -561,15 +561,17 @@ class Densities:
         return each
 
     def log_prior(self, state: State) -> Tensor:
-        """Return log p(θ) at a state, shape (); those of its tensors are sampled that require gradients."""
+        """Return log p(θ) at a state, shape ()."""
+        if not torch.is_grad_enabled():  # the prior is that of the tensors that require gradients
+            state = {name: t.detach().requires_grad_() if name in self._sampled else t for name, t in state.items()}
         found: Tensor = self._own_prior.call(state)
         return found
 
     def log_priors(self, stacked: State, entries: State) -> Tensor:
         """Return log p(θ) at C states, shape (C,); `entries` are what a prior is a function of."""
-        if self.has_own_prior:
-            found: Tensor = torch.vmap(self._own_prior.call)(stacked)
-            return found
+        if self.has_own_prior:  # in torch.vmap no tensor requires gradients, and user's code can differentiate none
+            chains = zip(*(tensor.unbind(0) for tensor in stacked.values()), strict=True)
+            return torch.stack([self.log_prior(dict(zip(stacked, own, strict=True))) for own in chains])
         return self._of_entries(entries, True)
 
     def present_log_prior(self, sampled: State) -> Tensor:

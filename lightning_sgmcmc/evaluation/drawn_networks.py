@@ -89,9 +89,7 @@ def refreshed(
         factor = None if chains.weights is None else chains.weights.fresh_factor(training_rows(trainer).batch_size or 1)
         each = (densities.log_likelihood(state, batch) for batch in _batches(trainer, model, seed, steps))
         means = [weighed(of_batch, factor) for of_batch in each]
-        # The prior is that of the tensors with requires_grad.
-        marked = {n: t.detach().requires_grad_() if n in chains.trainable else t for n, t in state.items()}
-        log_prior = exact(densities.log_prior(marked))
+        log_prior = exact(densities.log_prior(state))
         energy = -(exact(torch.stack(means)).mean() * chains.observed.num_data + log_prior)
     buffers = {name: state[name] for name in sample.buffers}
     return replace(sample, buffers=buffers, energy=energy.item())

@@ -36,7 +36,7 @@ from lightning_sgmcmc.fit.block_runs import (
     numbers_of,
     say_compilation,
 )
-from lightning_sgmcmc.fit.checks import take_num_data
+from lightning_sgmcmc.fit.checks import OtherWeights, take_num_data
 from lightning_sgmcmc.fit.passes import (
     ComingControls,
     DataOnDevice,
@@ -172,6 +172,15 @@ class StepBlocks:
         vars(self._loop).pop("advance", None)
 
     def _advance(self, fetcher: Any) -> None:
+        """Make the steps up to the next one that Lightning sees; a user's hooks are called between its epochs."""
+        watch: OtherWeights | None = self._module.other_weights
+        if watch is not None:
+            watch.compare()
+        self._make_steps(fetcher)
+        if watch is not None and fetcher.done:
+            watch.keep(self._sampler, ends_epoch=True)
+
+    def _make_steps(self, fetcher: Any) -> None:
         """Make the steps up to the next one that Lightning sees, and this one too, with all its hooks."""
         loop = self._loop
         if loop.restarting and loop._should_check_val_fx(fetcher):

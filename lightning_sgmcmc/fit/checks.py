@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, is_per
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Progress
 from lightning_sgmcmc.chains.trainer import (
+    baseline_of,
     callbacks_of,
     declared,
     fit_steps,
@@ -210,6 +212,17 @@ OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 """Hooks that see a step's gradients before the sampler."""
 
 
+def _hooks_of_users(trainer: pl.Trainer, module: ChainModel, names: Sequence[str]) -> list[tuple[Any, str]]:
+    """Return the parts of a fit that have a hook of these names by a user's code, each with its class's and hook's."""
+    return [
+        (part, f"{type(part).__name__}.{name}")
+        for part in (*callbacks_of(trainer), module)
+        for name in names
+        if name in vars(part)
+        or (hasattr(part, name) and not definer(part, name).__module__.startswith((OWN, LIGHTNING)))
+    ]
+
+
 class OtherGradients:
     """Compares the gradients of a fit's first steps before and after the hooks of users that see them.
 
@@ -218,11 +231,7 @@ class OtherGradients:
 
     def __init__(self, trainer: pl.Trainer, module: ChainModel, steps: int = 3) -> None:
         names = [
-            f"{type(part).__name__}.{name}"
-            for part in (*callbacks_of(trainer), module)
-            for name in OF_GRADIENTS
-            if not isinstance(part, RunCallback)
-            and (name in vars(part) or not definer(part, name).__module__.startswith((OWN, LIGHTNING)))
+            who for part, who in _hooks_of_users(trainer, module, OF_GRADIENTS) if not isinstance(part, RunCallback)
         ]
         self._who = " or ".join(names)
         self._left = steps if names and not has_loss_scaler(trainer) else 0
@@ -249,6 +258,65 @@ class OtherGradients:
             "another energy than U, which no plan or weight knows. Clip by the trainer's gradient_clip_val, if at all; "
             "terms of the energy belong into log_likelihood(batch) or log_prior()."
         )
+
+
+BETWEEN_STEPS = (
+    "optimizer_step",
+    "on_train_batch_end",
+    "on_posterior_sample",
+    "on_posterior_samples",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "training_step",
+    "on_before_zero_grad",
+    "on_before_backward",
+    *OF_GRADIENTS,
+)
+"""Methods that are called between two updates."""
+
+
+class OtherWeights:
+    """Compares the weights after an update with those before the next one, where a user's code is called in between.
+
+    It looks at a fit's first steps and at the ends of its first epochs. Each look copies the weights and waits for the
+    device.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: ChainModel, looks: int = 3) -> None:
+        found = _hooks_of_users(trainer, module, BETWEEN_STEPS)
+        names = [who for part, who in found if not (isinstance(part, RunCallback) and part.changes_chain)]
+        moves = any(callback.tests_trajectories for callback in declared(trainer)) or baseline_of(trainer) is not None
+        self._who = " or ".join(names)
+        self._steps = self._epochs = looks if names and not moves else 0
+        self._chains, self._before = chains_of(module), dict[str, Tensor]()
+
+    def keep(self, sampler: Sampler, ends_epoch: bool) -> None:
+        """Keep the weights after an update, if it is one that is looked at."""
+        if not self._steps and not (ends_epoch and self._epochs):
+            return
+        self._steps, self._epochs = max(self._steps - 1, 0), self._epochs - ends_epoch
+        if sampler.stand_in is None:  # an optimizer samples nothing, and its best weights may be taken back
+            self._before = {name: tensor.detach().clone() for name, tensor in self._chains.trainable.items()}
+
+    def compare(self) -> None:
+        """Warn, once, if they are others before the next update."""
+        before, self._before = self._before, {}
+        for name, tensor in before.items():
+            if not torch.equal(tensor, self._chains.trainable[name]):
+                self._steps = self._epochs = 0
+                sizes = [float(some.detach().norm()) for some in (tensor, self._chains.trainable[name])]
+                rank_zero_warn(
+                    f"{self._who} changes the weights between two steps, '{name}' in norm from {sizes[0]:.4g} to "
+                    f"{sizes[1]:.4g}: the samples are then of another law than the posterior. Leave the weights to the "
+                    "sampler: a bound or a pull belongs into log_prior(), a constraint into the network "
+                    "(torch.nn.utils.parametrize), and averages into a copy."
+                )
+                return
 
 
 def _check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:

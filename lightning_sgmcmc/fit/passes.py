@@ -256,8 +256,8 @@ def rows_of_pass(fetcher: Any) -> RowsOfPass | None:
     (own,), (loader,) = passes, loaders
     if isinstance(loader, ResumableLoader):
         tensors = loader.plain_tensors
-        own_batches = loader.batch_size, len(loader.chains)
-        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, tuple, *own_batches)
+        batches = loader.kind_of_batch, loader.batch_size, len(loader.chains)
+        return None if tensors is None else RowsOfPass(fetcher, tensors, loader.take, *batches)
     if type(loader) is not DataLoader or type(own) is not _SingleProcessDataLoaderIter or loader.pin_memory:
         return None
     if (

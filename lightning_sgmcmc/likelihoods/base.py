@@ -30,7 +30,8 @@ class Likelihood(nn.Module):
     A likelihood of numbers is a class of `torch.distributions` and its arguments as a function of the output. Log
     densities, averages, metrics, predictions with intervals, and simulated targets come from these two. Parameters of
     the likelihood are sampled with the weights, under the module's prior; store arguments under their names, so
-    that a sample store can rebuild it. For other targets define `log_prob`, `terms`, `metrics` and `prediction`.
+    that a sample store can rebuild it. For other targets define `log_prob`, `terms`, `metrics` and `prediction`. With
+    `log_prob` alone a fit has the NLL as its metric, and predictions are those of the module's `predictive_terms`.
 
     A target that is NaN, or equal to `missing`, is not observed: it has no term in `log_prob`, and evaluations leave it
     out. A target (n, D) may lack some of its numbers.
@@ -126,6 +127,11 @@ class Likelihood(nn.Module):
         """Return a target with 0 where it is not observed, for which a density is finite, and `observed_entries`."""
         entries = self.observed_entries(target)
         return (target, None) if entries is None else (target.masked_fill(~entries, 0), entries)
+
+    @property
+    def has_predictive(self) -> bool:
+        """Whether it says what a predictive consists of; of a `log_prob` alone only densities are averaged."""
+        return self.distribution is not None or type(self).terms is not Likelihood.terms
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
@@ -271,7 +277,7 @@ class Likelihood(nn.Module):
         if self.distribution is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no distribution of numbers: define distribution and components(output), or "
-                "log_prob, terms, metrics and prediction"
+                "log_prob, terms, metrics and prediction; or predictive_terms(x) of the module for predictions alone"
             )
         law: Distribution = self.distribution(**self.kept_components(output), validate_args=False)
         return law

@@ -24,7 +24,10 @@ from lightning_sgmcmc.priors.centers import read_tensors, weights_in
 from lightning_sgmcmc.tables import TargetScaling
 from lightning_sgmcmc.tensors import exact
 
-RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
+RUN_PARTS = (
+    *("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior"),
+    "other_weights",
+)
 """Attributes of a module that belong to its run and not to its network."""
 
 

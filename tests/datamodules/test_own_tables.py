@@ -60,7 +60,7 @@ def test_a_column_that_numbers_the_rows_is_named(caplog: pytest.LogCaptureFixtur
 
 def test_dates_are_named_with_what_to_do() -> None:
     frame = pandas.DataFrame({"when": pandas.date_range("2020-01-01", periods=30), "y": 1.0})
-    with pytest.raises(TypeError, match="column 'when' of dates, .* or test on the last rows by time='when'"):
+    with pytest.raises(TypeError, match=r"column 'when' of dates, .* or test on the last rows by time='when'"):
         TableDataModule(frame, target="y", task="regression")
     TableDataModule(frame.assign(size=range(0, 60, 2)), target="y", task="regression", time="when")
 

@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.profilers import SimpleProfiler
 from torch import Tensor, nn
 
-from lightning_sgmcmc import SGLD, BayesianModule, Gaussian
+from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, ResumableLoader
 from lightning_sgmcmc.callbacks import EWSG, ContourGradient, ControlVariates, SamplerCallback
 from lightning_sgmcmc.contour import ContourRules
 from lightning_sgmcmc.datamodules import DatasetDataModule
@@ -203,6 +203,19 @@ def test_steps_that_are_made_one_by_one_say_why(
     (message,) = said(caplog)
     assert message.startswith(SINGLE)
     assert all(word in message for word in words), message
+
+
+def test_rows_of_tensors_are_taken_out_of_a_resumable_loader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocks, "SINGLE", 10)
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        together, alone = (
+            Run(form, monkeypatch, data=ResumableLoader(DATA, batch_size=20, seed=0), epochs=20)
+            for form in ("traced", None)
+        )
+    assert not said(caplog)
+    together.check_like(alone)
 
 
 def test_accumulation_that_begins_later(monkeypatch: pytest.MonkeyPatch) -> None:

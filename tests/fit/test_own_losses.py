@@ -1,4 +1,4 @@
-"""What users do beside `super()`: a scheduler of torch's, another loss than the energy, and other gradients."""
+"""What users do beside `super()`: a scheduler of torch's, another loss than the energy, other gradients and weights."""
 
 import functools
 import warnings
@@ -8,10 +8,18 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc import SGHMC, BayesianModule, UnderdampedLangevin
-from lightning_sgmcmc.callbacks import EWSG, AutoSampling, ControlVariates, CyclicalSchedule, SamplingSchedule
+from lightning_sgmcmc import GGMC, SGHMC, BayesianModule, UnderdampedLangevin
+from lightning_sgmcmc.callbacks import (
+    EWSG,
+    AutoSampling,
+    ControlVariates,
+    CyclicalSchedule,
+    MetropolisTest,
+    SamplingSchedule,
+    WarmStart,
+)
 from lightning_sgmcmc.schedules import PolynomialDecay
-from tests.support.problems import Data, Net
+from tests.support.problems import Data, Net, Plain
 from tests.support.trainers import quiet_trainer
 
 
@@ -149,3 +157,84 @@ def test_what_this_library_does_to_gradients_is_not_suspected() -> None:
     for callback in (EWSG(num_proposals=1), ControlVariates()):
         module = Net(sampler=functools.partial(UnderdampedLangevin, friction=1.0))
         assert "changes the gradients" not in warnings_of(module, SamplingSchedule(every_n_steps=1), callback, Seen())
+
+
+def scale(module: Any, factor: float = 0.99) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(factor)  # which torch does not count as a change
+
+
+class Decays(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        scale(pl_module)
+
+
+class Prunes(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        scale(pl_module)
+
+
+class OfAverages(pl.Callback):
+    """Validates another network, and puts the weights back."""
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        scale(pl_module, 0.5)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        scale(pl_module, 2.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class Limits(Net):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+
+class BeforeTheUpdate(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        scale(self)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}])
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "callback", "who"),
+    [
+        (Net, Decays(), "Decays.on_train_batch_end"),
+        (Net, Prunes(), "Prunes.on_train_epoch_end"),
+        (Limits, None, "Limits.optimizer_step"),
+        (BeforeTheUpdate, None, "BeforeTheUpdate.on_before_optimizer_step"),
+        (Net, OfAverages(), None),
+    ],
+)
+def test_weights_that_change_between_steps_are_named_once(
+    kind: Any, callback: Any, who: str | None, chains: int, options: dict[str, Any]
+) -> None:
+    callbacks = [SamplingSchedule(every_n_steps=2), *([callback] if callback else [])]
+    said = warnings_of(kind(chains, sampler=SGHMC), *callbacks, **options)
+    assert said.count("changes the weights between two steps") == (who is not None)
+    assert who is None or f"{who} changes the weights" in said
+
+
+@pytest.mark.parametrize("callback", [Prunes(), None])
+def test_weights_that_change_between_epochs_are_named_among_steps_in_blocks(callback: Any) -> None:
+    module = Plain(2)
+    callbacks = [SamplingSchedule(every_n_steps=50), *([callback] if callback else [])]
+    said = warnings_of(module, *callbacks, max_epochs=150)
+    assert module.chains.counters.hidden_steps > 0
+    assert said.count("Prunes.on_train_epoch_end changes the weights") == (callback is not None)
+
+
+def test_what_this_library_does_to_weights_is_not_suspected() -> None:
+    class Seen(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+    warm = WarmStart(lr=0.01, steps=2)
+    for sampler, callbacks in ((GGMC, [MetropolisTest()]), (SGHMC, [warm]), (SGHMC, [])):
+        said = warnings_of(Plain(sampler=sampler, lr=0.5), SamplingSchedule(every_n_steps=8), *callbacks, Seen())
+        assert "changes the weights" not in said

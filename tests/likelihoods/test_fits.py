@@ -1,5 +1,6 @@
 """Every likelihood from fit to prediction: two chains, evaluation, store, a posterior loaded without a model."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -247,3 +248,37 @@ def test_a_likelihood_without_a_distribution_says_so() -> None:
 
     with pytest.raises(NotImplementedError, match="has no distribution of numbers: define"):
         Nothing().log_prob(torch.zeros(2, 1), torch.zeros(2, 1))
+
+
+class ZeroInflated(Likelihood):
+    """Counts of which a share of 0.3 is zero for a reason of its own."""
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        each = math.log(0.7) + Poisson().log_prob(output, target)
+        return torch.where(target[:, 0] == 0, torch.logaddexp(torch.full_like(each, math.log(0.3)), each), each)
+
+
+class Predicts(BayesianModule):
+    def predictive_terms(self, inputs: Any) -> dict[str, Tensor]:
+        return {"mean": 0.7 * self(inputs).exp(), "variance": self(inputs).exp()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [BayesianModule, Predicts])
+def test_a_log_density_alone_is_sampled_and_scored(kind: Any) -> None:
+    inputs, targets = x(), counts()
+    data = DataLoader(TensorDataset(inputs, targets), batch_size=DATA)
+    module = kind(nn.Linear(3, 1), ZeroInflated(), sampler=SGLD, lr=0.01, seed=0, num_chains=CHAINS)
+    callbacks = [SamplingSchedule(4, every_n_steps=2), SampleCollector(in_memory=True), BayesianModelAverage()]
+    quiet_trainer(max_steps=8, callbacks=callbacks).fit(module, data, data)
+    posterior = module.posterior
+    with torch.no_grad():
+        each = torch.stack([ZeroInflated().log_prob(network(inputs), targets) for network in posterior.networks()])
+    average = each.logsumexp(0) - math.log(len(each))
+    assert module.evaluations["val"].bma["nll"] == pytest.approx(-float(average.mean()), rel=1e-5)
+    assert posterior.evaluate([(inputs, targets)]).bma["nll"] == pytest.approx(-float(average.mean()), rel=1e-5)
+    if kind is Predicts:
+        assert posterior.predict(inputs).mean.shape == (DATA, 1)
+    else:
+        with pytest.raises(NotImplementedError, match=r"ZeroInflated has no .* predictive_terms\(x\) of the module"):
+            posterior.predict(inputs)
