@@ -205,7 +205,7 @@ class EnergyModel(pl.LightningModule):
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return log p(y|x,θ) of each datum (n,), and the likelihood's terms and targets (None if it has none)."""
-        if self.likelihood is None or not self.likelihood.has_predictive:
+        if self.likelihood is None or not self.likelihood.has_predictive():
             return self.log_likelihood(batch), {}, None
         output, target = self.output_and_target(batch)
         terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)

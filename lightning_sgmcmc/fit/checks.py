@@ -293,20 +293,22 @@ class OtherWeights:
         moves = any(callback.tests_trajectories for callback in declared(trainer)) or baseline_of(trainer) is not None
         self._who = " or ".join(names)
         self._steps = self._epochs = looks if names and not moves else 0
+        """The last step of the sampler that is looked at, and the epochs that are left."""
         self._chains, self._before = chains_of(module), dict[str, Tensor]()
 
     def keep(self, sampler: Sampler, ends_epoch: bool) -> None:
         """Keep the weights after an update, if it is one that is looked at."""
-        if not self._steps and not (ends_epoch and self._epochs):
+        if sampler.step_count > self._steps and not (ends_epoch and self._epochs):
             return
-        self._steps, self._epochs = max(self._steps - 1, 0), self._epochs - ends_epoch
+        self._epochs -= ends_epoch
         if sampler.stand_in is None:  # an optimizer samples nothing, and its best weights may be taken back
             self._before = {name: tensor.detach().clone() for name, tensor in self._chains.trainable.items()}
 
     def compare(self) -> None:
         """Warn, once, if they are others before the next update."""
         before, self._before = self._before, {}
-        for name, tensor in before.items():
+        differ = [(tensor != self._chains.trainable[name]).any() for name, tensor in before.items()]
+        for name, tensor in before.items() if differ and bool(torch.stack(differ).any()) else ():  # one wait for all
             if not torch.equal(tensor, self._chains.trainable[name]):
                 self._steps = self._epochs = 0
                 sizes = [float(some.detach().norm()) for some in (tensor, self._chains.trainable[name])]

@@ -128,9 +128,8 @@ class Likelihood(nn.Module):
         entries = self.observed_entries(target)
         return (target, None) if entries is None else (target.masked_fill(~entries, 0), entries)
 
-    @property
     def has_predictive(self) -> bool:
-        """Whether it says what a predictive consists of; of a `log_prob` alone only densities are averaged."""
+        """Return whether it says what a predictive consists of; of a `log_prob` alone only densities are averaged."""
         return self.distribution is not None or type(self).terms is not Likelihood.terms
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
