@@ -224,10 +224,10 @@ def test_the_posterior_is_that_of_the_observed_data() -> None:
     """A conjugate regression of two targets that lack different rows, in mini-batches."""
     target = TWO.clone()
     target[::3, 0], target[1::4, 1] = NAN, NAN
-    options: dict[str, Any] = {"sampler": SGLD, "lr": 0.008, "num_chains": 40, "chain_execution": "vmap"}
+    options: dict[str, Any] = {"sampler": SGLD, "lr": 0.016, "num_chains": 40, "chain_execution": "vmap"}
     module = BayesianModule(nn.Linear(3, 2, bias=False), Gaussian(1.0), **options)
-    schedule = SamplingSchedule(burn_in_steps=200, every_n_steps=40)
-    trainer = quiet_trainer(max_steps=520, callbacks=[schedule, SampleCollector(in_memory=True)])
+    schedule = SamplingSchedule(burn_in_steps=600, every_n_steps=40)
+    trainer = quiet_trainer(max_steps=920, callbacks=[schedule, SampleCollector(in_memory=True)])
     trainer.fit(module, DataLoader(TensorDataset(X, target), 12, shuffle=True))
     draws = torch.stack([sample.parameters["net.weight"] for sample in module.posterior]).double()
     for column in range(2):
