@@ -385,7 +385,7 @@ class _CapturedSteps:
     ) -> None:
         given = [*tensors, *_lifted(step)]
         self._carried, self._kept = carried, [tensor.clone() for tensor in tensors[:kept]]
-        self._rest, self._draws, self._generators = given[kept:], draws, generators
+        self._rest, self._draws = given[kept:], draws
         self._step: Callable[..., Sequence[Tensor]] = step.forward
         if compiles:
             with suppress(NotTraceableError):  # then it is captured as it is
