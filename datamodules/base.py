@@ -64,7 +64,7 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
         return self.tensors if is_own and self.transform is None else None
 
     def __len__(self) -> int:
-        return len(self.tensors[0])
+        return self.tensors[0].shape[0]
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(tensor[0] for tensor in self.whole_batch([index]))

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +47,8 @@ class Permutation:
         """Return the numbers at places ≥ 0, int64; from N on they come again."""
         if isinstance(places, range):
             if self._drawn is not None and places.stop <= self._count:
-                return self._drawn[places.start : places.stop : places.step]
+                is_all = len(places) == self._count
+                return self._drawn if is_all else self._drawn[places.start : places.stop : places.step]
             chosen = torch.arange(places.start, places.stop, places.step)
         else:
             chosen = torch.tensor(places)
@@ -85,8 +85,7 @@ def _shifted(
     return mixed
 
 
-@dataclass(frozen=True)
-class OrderSpec:
+class OrderSpec(NamedTuple):
     """What an order of the data is made from, whatever its kind.
 
     Attributes:
@@ -155,12 +154,13 @@ class BatchOrder:
 
     def _taken(self, epoch: int, first: int, stop: int) -> Tensor:
         """Return the data at the places from `first` to `stop` of this replica in an epoch."""
-        if epoch != self._epoch or first < self._first or stop > self._first + len(self._order):
+        if epoch != self._epoch or first < self._first or stop > self._first + self._order.shape[0]:
             begin = first // self._window * self._window
             end = min(max(begin + self._window, stop), self._share)
             self._order = self._permuted(epoch, begin, end)
             self._epoch, self._first = epoch, begin
-        return self._order[first - self._first : stop - self._first]
+        is_all = stop - first == self._order.shape[0]
+        return self._order if is_all else self._order[first - self._first : stop - self._first]
 
     def _permuted(self, epoch: int, first: int, stop: int) -> Tensor:
         """Compute what `_taken` returns."""

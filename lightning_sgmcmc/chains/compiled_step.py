@@ -27,6 +27,8 @@ from lightning_sgmcmc.tensors import sent
 
 FOLLOWING = ("last_lr",)
 """Entries of a parameter group that a rule sets to a control of the step."""
+LEFT_OUT = {is_scaled: {"params", "initial_lr", *FOLLOWING, *CONTROLS[: 2 + is_scaled]} for is_scaled in (False, True)}
+"""Entries that are no constants of a step; whether κ is one depends on whether steps have one of their own."""
 
 TOGETHER = (64, 8, 1)
 """Steps of a captured graph, the longest first: to replay one takes as long as to call some operations."""
@@ -497,8 +499,7 @@ def _apart(tensors: list[Tensor]) -> list[Tensor]:
 def _fixed(group: Mapping[str, Any], counted: Sequence[str], is_scaled: bool) -> dict[str, Any]:
     """Return the entries of a group that are written into the compiled function, in which κ is not if it is of a
     step, nor what steps count."""
-    left_out = ("params", "initial_lr", *CONTROLS[: 2 + is_scaled], *FOLLOWING, *counted)
-    return {name: value for name, value in group.items() if name not in left_out}
+    return {name: value for name, value in group.items() if name not in LEFT_OUT[is_scaled] and name not in counted}
 
 
 def can_be_made_at_once(sampler: Sampler, is_scaled: bool = False) -> bool:
@@ -514,7 +515,9 @@ def can_be_made_at_once(sampler: Sampler, is_scaled: bool = False) -> bool:
     if any(map(sampler.sets_options, sampler.param_groups)):
         return False
     if any(
-        isinstance(value, Tensor) for group in sampler.param_groups for value in _fixed(group, (), is_scaled).values()
+        isinstance(value, Tensor) and name not in LEFT_OUT[is_scaled]
+        for group in sampler.param_groups
+        for name, value in group.items()
     ):
         return False
     known = [name for group in flat.groups for name, _ in group.buffers]

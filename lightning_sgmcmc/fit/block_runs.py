@@ -200,22 +200,26 @@ def has_hooks(sampler: Any, *known: Any) -> bool:
     return any([owner is None or all(owner is not one for one in known) for owner in owners])
 
 
-def learns_in_steps(callback: RunCallback) -> bool:
-    """Return whether a callback may have a part in compiled steps, without which they are made one by one."""
-    return type(callback).step_part is not RunCallback.step_part
+def overrides(callback: RunCallback, name: str) -> bool:
+    """Return whether a callback may return something by a method, such as its part in compiled steps."""
+    return getattr(type(callback), name) is not getattr(RunCallback, name)
+
+
+def _learn(acting: Sequence[RunCallback]) -> bool:
+    return any(overrides(callback, "step_part") for callback in acting)
 
 
 def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) -> bool:
     """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
     if captures(module.device):
         return module.chains.compiled == "auto" and steps >= WORTH_CAPTURED and why_not_compiled("cuda") is None
-    fewest = min(WORTH_COMPILING, WORTH_LEARNING) if any(map(learns_in_steps, acting)) else WORTH_COMPILING
+    fewest = min(WORTH_COMPILING, WORTH_LEARNING) if _learn(acting) else WORTH_COMPILING
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 
 
 def say_compilation(steps: float, acting: Sequence[RunCallback], are_captured: bool) -> None:
     """Say what compiling the coming steps takes and saves."""
-    each = SAVED_LEARNING if any(map(learns_in_steps, acting)) else SAVED
+    each = SAVED_LEARNING if _learn(acting) else SAVED
     saved = steps * (SAVED_CAPTURED if are_captured else each)
     rank_zero_info(
         f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which saves "

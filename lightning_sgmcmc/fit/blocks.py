@@ -34,6 +34,7 @@ from lightning_sgmcmc.fit.block_runs import (
     compiles,
     has_hooks,
     numbers_of,
+    overrides,
     say_compilation,
 )
 from lightning_sgmcmc.fit.checks import OtherWeights, take_num_data
@@ -101,13 +102,20 @@ class StepBlocks:
         """Weights of the data of some steps, by what they depend on."""
         self._waiting: list[Segment] = []
         """Steps of epochs that have ended, which are counted and are yet to be made, with those that follow."""
+        self._waits = 0
+        """The number of steps that wait."""
+        self._alike_to = 0
+        """The last step that is like those that wait: with their controls, and free for all that its number says."""
         self._parts: list[StepPart] = []
         """What a callback does in each of the coming steps; at most one does."""
         self._variate: ControlVariate | None = None
         """What corrects their gradients and energies."""
         self._choice: GradientChoice | None = None
         """What chooses their gradients."""
-        self._acting = [callback for callback in declared(trainer) if acts_in_steps(callback)]
+        self._acting = acting = [callback for callback in declared(trainer) if acts_in_steps(callback)]
+        self._with_part = [own for own in acting if overrides(own, "step_part")]
+        self._with_variate = [own for own in acting if overrides(own, "step_variate")]
+        self._with_choice = [own for own in acting if overrides(own, "step_choice")]
         self._singles = SingleSteps(trainer, module, self._acting, scales)
         self._each = self._singles.each
         """Batches of a step."""
@@ -229,6 +237,11 @@ class StepBlocks:
             self._make_waiting()
             take_num_data(self._module, grown)
 
+    @property
+    def _left(self) -> int:
+        """The number of steps up to the end of the present epoch."""
+        return math.ceil((self._trainer.num_training_batches - self._loop.batch_idx - 1) / self._each)
+
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
     def _free_steps(self, source: RowsOfPass | None, late: bool) -> tuple[int, bool]:
@@ -240,18 +253,20 @@ class StepBlocks:
             source: the batches, if they are rows of tensors in memory.
         """
         chains, sampler = self._module.chains, self._sampler
+        if self._are_alike(left := self._left) and source is not None and not late and self._next_seen.hides_epoch():
+            return left, False
         at_once, self._cause = self._compiles_now or self._lists, None
         if not (chains.traces and at_once and sampler.step_count >= LAST) or chains.energies is None:
             return 0, False
         self._coming.apply(sampler.step_count + 1)  # parts depend on the coming temperature
-        acting = {callback: part for callback in self._acting if (part := callback.step_part()) is not None}
+        acting = {callback: part for callback in self._with_part if (part := callback.step_part()) is not None}
         self._parts = [*acting.values()]
-        variates = [variate for callback in self._acting if (variate := callback.step_variate()) is not None]
-        self._variate = variates[0] if variates else None
-        choices = [choice for callback in self._acting if (choice := callback.step_choice()) is not None]
-        self._choice = choices[0] if choices else None
+        variates = (own.step_variate() for own in self._with_variate)
+        self._variate = next((variate for variate in variates if variate is not None), None)
+        choices = (own.step_choice() for own in self._with_choice)
+        self._choice = next((choice for choice in choices if choice is not None), None)
         is_scaled = any(part.scales for part in self._parts)
-        if not can_be_made_at_once(sampler, is_scaled) or (sampler.stand_in is not None and (acting or choices)):
+        if not can_be_made_at_once(sampler, is_scaled) or (sampler.stand_in is not None and (acting or self._choice)):
             if sampler.stand_in is None and not any(map(sampler.sets_options, sampler.param_groups)):
                 self._cause = (
                     f"{type(sampler).__name__} updates more than rows of numbers: set elementwise=True in its class "
@@ -325,7 +340,7 @@ class StepBlocks:
     def _make_block(self, source: RowsOfPass, count: int, is_seen: bool) -> bool:
         """Make some steps by a compiled function, or one after another, if it cannot make them; return whether
         Lightning has seen the last. Steps that end an epoch may wait for those of the next one."""
-        controls, possible, form = self._coming.of_steps(count)
+        controls, possible, form = self._controls(count)
         count, is_seen = possible, is_seen and possible == count
         index, singles = self._loop.batch_idx + 1, self._singles
         taken = source.take(min(count * self._each, self._trainer.num_training_batches - index), self._each)
@@ -336,9 +351,12 @@ class StepBlocks:
             self._coming.apply(self._sampler.step_count + count)
         if not is_seen and source.is_done and sizes and self._may_wait(count):
             self._waiting.append(coming)
+            self._waits += count
             singles.count_over(sizes, index, count, 1)
+            if self._waits == count:
+                self._alike_to = self._last_alike(coming.begun)
             return False
-        segments, self._waiting = [*self._waiting, coming], []
+        segments = [*self._take_waiting(), coming]
         energies = self._computed(segments, self._variate, self._parts) if sizes else None
         gradients = 2 if self._variate is not None and self._variate.gradient is not None else 1
         if energies is not None:
@@ -374,11 +392,6 @@ class StepBlocks:
 
     # -- steps that wait ----------------------------------------------------------------------------------------------
 
-    @property
-    def _waits(self) -> int:
-        """The number of steps that wait."""
-        return sum([segment.steps for segment in self._waiting])
-
     def _may_wait(self, count: int) -> bool:
         """Return whether the last steps of an epoch may wait for the next one's."""
         energies = self._module.chains.energies
@@ -394,15 +407,44 @@ class StepBlocks:
             and not self._singles.checks(ahead=1)
         )
 
+    def _last_alike(self, begun: int) -> int:
+        """Return the last step that is like the first that waits, the sampler having made so many steps before it."""
+        if self._scales is not None or self._with_part or self._with_variate or self._with_choice:
+            return 0
+        step = self._sampler.step_count
+        ahead = min(
+            begun + self._coming.steps_alike(begun + 1) - step, self._next_seen.unseen(self._most - self._waits)
+        )
+        return step + min([callback.free_steps(step + 1, ahead) for callback in self._acting], default=ahead)
+
+    def _are_alike(self, count: int) -> bool:
+        """Return whether so many coming steps are like those that wait."""
+        return self._sampler.step_count + count <= self._alike_to
+
+    def _controls(self, count: int) -> tuple[list[Controls], int, Any]:
+        """Return the controls of some coming steps, see `ComingControls.of_steps`."""
+        if not self._are_alike(count):
+            return self._coming.of_steps(count)
+        before = self._waiting[-1]
+        return (
+            [Controls(own.lr[-1:] * count, own.temperature[-1:] * count) for own in before.controls],
+            count,
+            before.form,
+        )
+
     def _goes_on(self, coming: Segment) -> bool:
         """Return whether some steps can be made together with those that wait."""
         before = self._waiting[-1]
         is_alone = not self._parts and self._variate is None
         return is_alone and coming.form == before.form and coming.taken.is_like(before.taken)
 
+    def _take_waiting(self) -> list[Segment]:
+        segments, self._waiting, self._waits, self._alike_to = self._waiting, [], 0, 0
+        return segments
+
     def _make_waiting(self) -> None:
         """Make the steps that wait."""
-        segments, self._waiting = self._waiting, []
+        segments = self._take_waiting()
         if not segments:
             return
         self._coming.apply(self._sampler.step_count)

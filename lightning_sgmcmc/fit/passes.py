@@ -119,7 +119,7 @@ class Taken:
         self.axis = None if len(rows) == 1 else 0
         sizes = rows[0][1]
         self.sizes = sizes if all([own == sizes for _, own in rows]) else []
-        self._size = max(min(size or 0, len(tensors[0])), *sizes)  # a batch may be all data, and fewer than wished
+        self._size = max(min(size or 0, tensors[0].shape[0]), *sizes)  # a batch may be all data, and fewer than wished
 
     @property
     def structure(self) -> pytree.TreeSpec:
@@ -394,7 +394,7 @@ class ComingControls:
                 self.apply(first + ahead - 1)
                 return controls, ahead, form
             form = own
-            alike = min(self._steps_alike(first + ahead), count - ahead)
+            alike = min(self.steps_alike(first + ahead), count - ahead)
             for kept, group in zip(controls, changed, strict=True):
                 kept.lr.extend([group["lr"]] * alike)
                 kept.temperature.extend([group["temperature"]] * alike)
@@ -415,7 +415,7 @@ class ComingControls:
             group = {**group, **changed} if (changed := callback.step_controls(group)) else group
         return group
 
-    def _steps_alike(self, step: int) -> int:
+    def steps_alike(self, step: int) -> int:
         """Return how many steps, from one on, have the same controls."""
         own = self._own(step)
         return self._schedule.steps_alike(own) if self._schedule is not None and own > 0 else 1
@@ -450,19 +450,12 @@ class NextSeen:
             late: whether progress bars wait for a step.
         """
         trainer, loop = self._trainer, self._loop
-        step, stepped, batch = trainer.global_step, loop._batches_that_stepped, loop.batch_idx + 1
-        each = trainer.accumulate_grad_batches
+        batch, each = loop.batch_idx + 1, trainer.accumulate_grad_batches
         now = time.monotonic() if self._clocks else 0.0
         is_time = any(now - (keeper._last_time_checked or 0.0) >= interval for keeper, interval in self._clocks)
         if trainer.should_stop or trainer.received_sigterm or is_time:
             return 1, True
-        due = [every - step % every for every in self._keepers if every >= 1]
-        if trainer.max_steps >= 0:
-            due.append(max(1, trainer.max_steps - step))
-        if trainer.loggers:
-            interval = log_interval(trainer)
-            due.append(interval - stepped % interval)
-        every = trainer.val_check_batch
+        due, every = self._due(), trainer.val_check_batch
         may_validate = self._has_validation and loop._should_check_val_epoch()
         if may_validate and every is not None and not math.isinf(every):
             ahead = every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every
@@ -474,8 +467,29 @@ class NextSeen:
         if (samples := self._controls.until_samples(count)) is not None:
             count = samples
             due.append(samples)
-        is_seen = count in due or (count == end and not self._epochs.hides(self._has_validation))
+        is_seen = count in due or (count == end and not self.hides_epoch())
         return count, is_seen
+
+    def _due(self) -> list[int]:
+        """Return in how many steps come those that Lightning sees for their number in the run."""
+        trainer, step = self._trainer, self._trainer.global_step
+        due = [every - step % every for every in self._keepers if every >= 1]
+        if trainer.max_steps >= 0:
+            due.append(max(1, trainer.max_steps - step))
+        if trainer.loggers:
+            interval = log_interval(trainer)
+            due.append(interval - self._loop._batches_that_stepped % interval)
+        return due
+
+    def unseen(self, most: int) -> int:
+        """Return how many of the coming steps, of so many, Lightning sees only if it sees their epoch's end."""
+        count = min([most, *[due - 1 for due in self._due()]])
+        samples = self._controls.until_samples(count)
+        return count if samples is None else samples - 1
+
+    def hides_epoch(self) -> bool:
+        """Return whether the present epoch's end may be hidden from Lightning, see `HiddenEpochs`."""
+        return self._epochs.hides(self._has_validation)
 
     def _shows(self, coming: int) -> bool:
         """Return whether progress bars show the coming step."""
