@@ -36,6 +36,7 @@ def facts_of(
     predictions, limit = _predictions(evaluation)
     seen, seen_at_once = chains.observed, chains.observed.batch_size * chains.layout.ranks_per_chain
     drops_out = any(isinstance(layer, _DropoutNd) for layer in chains.model.modules())
+    of_chains = 1 if chains.stacked is None else 2
     adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
     return RunFacts(
         temperature=0.0 if is_optimization else None,
@@ -54,6 +55,7 @@ def facts_of(
         is_full_batch=0 < (seen.num_data or 0) <= seen_at_once and not drops_out,
         adapting=type(sampler).__name__ if adapts else None,
         acceptance=acceptance,
+        has_hidden=sum(weights.dim() > of_chains for weights in chains.trainable.values()) > 1,
         has_moved_prior=has_moved_prior,
     )
 

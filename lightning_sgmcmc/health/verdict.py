@@ -100,6 +100,7 @@ class RunFacts:
         adapting: the sampler whose preconditioner adapts while samples are drawn, None without.
         acceptance: mean acceptance probability of a `MetropolisTest`, None without. The test makes the law exact, so
             no excess variance or clipping of the steps is a finding.
+        has_hidden: whether some weights follow others, so that units between them may be dead.
         has_moved_prior: whether the prior had several scales in the run. Energies have the prior's constant, so those
             of several scales are not compared.
     """
@@ -121,6 +122,7 @@ class RunFacts:
     is_full_batch: bool = False
     adapting: str | None = None
     acceptance: float | None = None
+    has_hidden: bool = True
     has_moved_prior: bool = False
 
     @property
@@ -263,7 +265,7 @@ def contour_findings(use: ContourUse | None) -> tuple[Finding, ...]:
 
 def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Finding | None:
     nll = None if facts.num_data is None else estimates.mean_nll(facts.num_data)
-    if nll is None or facts.chance_nll is None:
+    if nll is None or facts.chance_nll is None or facts.num_data is None:
         return None
     least_gain = AT_CHANCE * (facts.chance_nll if facts.has_classes else 1.0)
     if facts.chance_nll - (nll[0] - nll[1]) >= least_gain:
@@ -271,12 +273,14 @@ def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> F
     if facts.has_classes and facts.chance_nll == 0:
         sentence = "at chance: the labels of the first batches are all of one class, so there is nothing to learn"
         return Finding(FindingKind.AT_CHANCE, sentence, "above", remedy="pass data of two classes or more")
+    heat, chance = report.run.heat, facts.chance_energy
+    if not facts.has_hidden and heat is not None and nll[0] - nll[1] <= facts.chance_nll + heat / facts.num_data:
+        return None  # the inputs say little, as a posterior of few weights should show
     known = "labels' frequencies" if facts.has_classes else "mean of the targets"
     sentence = (
         f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per example, and guessing by the "
         f"{known} has {facts.chance_nll:.3g}"
     )
-    heat, chance = report.run.heat, facts.chance_energy
     remedy = f"{SMALLER_LR} and start again, since dead units do not recover"
     is_heated = any(finding.is_heat for finding in report.findings)
     if heat is not None and chance is not None and heat > HOT_SHARE * chance and not is_heated:

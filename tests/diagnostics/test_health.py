@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
+from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.diagnostics.draws import (
     BatchMeans,
     chi_square_interval,
@@ -317,6 +320,31 @@ def test_temperature_of_the_target() -> None:
     (entry,) = report.tensors.values()
     low, high = entry.kinetic_interval or (np.nan, np.nan)
     assert low < 0.5 * (1 + 2 * heat) < high
+
+
+@pytest.mark.parametrize("classes", [0, 2])
+def test_inputs_that_say_nothing_are_no_fault_of_a_linear_model(classes: int) -> None:
+    """The posterior of few weights costs their thermal energy more than a guess; it has no units that could be dead."""
+    inputs = torch.randn(1_000, 2, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1_000, 1, generator=torch.Generator().manual_seed(1))
+    likelihood = Categorical() if classes else Gaussian(1.0)
+    target = (noise[:, 0] > 0).long() if classes else noise
+    module = BayesianModule(
+        torch.nn.Linear(2, max(1, classes)),
+        likelihood,
+        GaussianPrior(1.0),
+        sampler=SGHMC,
+        lr=0.02,
+        num_chains=2,
+        seed=0,
+    )
+    callbacks = [SamplingSchedule(burn_in_epochs=40, every_n_epochs=2), ChainHealth()]
+    data = DatasetDataModule(TensorDataset(inputs, target), batch_size=250)
+    quiet_trainer(max_epochs=160, callbacks=callbacks).fit(module, datamodule=data)
+    report = module.health
+    assert report is not None
+    assert report.run.nll > report.run.chance_nll - 0.05
+    assert FindingKind.AT_CHANCE not in [finding.kind for finding in report.findings]
 
 
 @pytest.mark.parametrize(
