@@ -12,11 +12,9 @@ from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.namespace import pl, rank_zero_info
+from lightning_sgmcmc.process import room_for_data
 
 Resident = bool | Literal["auto"]
-
-LARGEST_SHARE = 0.25
-"""Of the free memory of a device: more data stay in the host's memory."""
 
 
 class ImageDataModule(ArrayDataModule):
@@ -110,23 +108,15 @@ class ImageDataModule(ArrayDataModule):
     def _fits_on(self, device: torch.device) -> bool:
         """Return whether the images are to stay on a device; decide once for each device."""
         if device not in self._resident:
-            free = free_memory(device)
+            room = room_for_data(device)
             size = sum(t.nbytes for split in self.splits for t in (split.inputs, split.targets))
-            self._resident[device] = free is not None and size < LARGEST_SHARE * free
+            self._resident[device] = size < room
             if self._resident[device]:
                 rank_zero_info(
-                    f"The images ({megabytes(size)}) are kept on {device}, which has {megabytes(free or 0)} free: "
+                    f"The images ({megabytes(size)}) are kept on {device}, which has {megabytes(room)} for them: "
                     "device_resident=False keeps them in the host's memory."
                 )
         return self._resident[device]
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a CUDA device; None for other devices, and where they are unknown."""
-    try:
-        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    except RuntimeError:
-        return None
 
 
 class Normalise:

@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ def usable_cores() -> int:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+SHARE_OF_DATA = 0.25
+"""Of a GPU's free memory that data may take; more stay in the host's."""
 UNKNOWN = 2 * 2**30
 """Bytes of host memory that count as free where the system does not say it."""
 LIMITS = (
@@ -34,6 +36,15 @@ def free_memory(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_memory(Path("/"))
+
+
+def room_for_data(device: torch.device) -> int:
+    """Return the bytes that data may take on a device beside a network: a share of a GPU's free memory, else none."""
+    if device.type != "cuda":
+        return 0
+    with suppress(RuntimeError):  # of a device whose free memory is unknown
+        return int(SHARE_OF_DATA * free_memory(device))
+    return 0
 
 
 def free_host_memory(root: Path) -> int:

@@ -27,7 +27,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.namespace import fabric, pl
-from lightning_sgmcmc.process import free_memory
+from lightning_sgmcmc.process import room_for_data
 from lightning_sgmcmc.tensors import sent
 
 _set_sampler_epoch = fabric.utilities.data._set_sampler_epoch
@@ -41,8 +41,6 @@ SEEN = (ModelCheckpoint, ProgressBar, LearningRateMonitor)
 """Lightning's callbacks, which act in the steps and ends of epochs that it sees."""
 LIGHTNING = f"{pl.__name__}."
 OWN = f"{__name__.partition('.')[0]}."
-LARGEST_SHARE = 0.25
-"""Of a GPU's free memory that copies of the data may take."""
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -79,7 +77,7 @@ class DataOnDevice:
             return list(tensors)
         if any(self._copy_of(tensor) is None for tensor in there):
             size = sum(tensor.nbytes for tensor in there)
-            if size > LARGEST_SHARE * free_memory(self.device):
+            if size >= room_for_data(self.device):
                 return list(tensors)
             self._known = {id(own): (own, _version(own), own.to(self.device)) for own in there}
         return [tensor if (copy := self._copy_of(tensor)) is None else copy for tensor in tensors]
