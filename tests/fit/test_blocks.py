@@ -255,7 +255,7 @@ def counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @needs_compiler
 @pytest.mark.parametrize("rule", [name for name in RULES if name not in ("SGLD", "SGHMC")])
-@pytest.mark.by_default("pSGHMC", "AdamSGLD]")
+@pytest.mark.by_default("pSGHMC")
 def test_preconditioners_adapt_in_compiled_steps(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
         schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=5)

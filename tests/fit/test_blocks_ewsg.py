@@ -150,6 +150,7 @@ class Linear(BayesianModule):
         return each
 
 
+@pytest.mark.by_default("captured")
 @pytest.mark.parametrize("form", BOTH)
 def test_the_drift_is_that_of_the_index_chain(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLD on log p(x|θ) = x·θ moves by lr·E[x] of the chosen datum in the mean: by the two candidates' law, not by
