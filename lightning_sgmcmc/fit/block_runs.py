@@ -18,6 +18,7 @@ from lightning_sgmcmc.samplers.rows import FlatParameters
 GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 Timer = pl.callbacks.Timer
 _TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
+DoublePrecision = pl.plugins.precision.DoublePrecision
 Precision = pl.plugins.precision.Precision
 PassThroughProfiler = pl.profilers.PassThroughProfiler
 SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
@@ -126,8 +127,8 @@ def _causes_in_trainer(trainer: Any, module: ChainModel) -> Iterator[str]:
     if type(trainer.strategy) is not SingleDeviceStrategy:
         strategy = type(trainer.strategy).__name__
         yield f"the strategy is {strategy}: pass devices=1, with which one process makes all chains' steps"
-    if type(trainer.precision_plugin) is not Precision:
-        yield f"precision={trainer.precision!r}: leave it at '32-true'"
+    if type(trainer.precision_plugin) not in (Precision, DoublePrecision):
+        yield f"precision={trainer.precision!r}: leave it at '32-true', or pass '64-true'"
     if not isinstance(trainer.profiler, PassThroughProfiler):
         yield f"{type(trainer.profiler).__name__} measures each step: leave it out of long runs"
     if trainer._detect_anomaly:

@@ -474,7 +474,7 @@ class StepBlocks:
         is_possible = len(noisy) == 1 and (noisy == {True} or not acting)
         if energies is None or not is_possible or (is_own and any(map(sampler.sets_options, sampler.param_groups))):
             return None  # in the schedule's controls of these steps, the rule changes itself
-        states = sampler.noise_states()
+        states, plugin = sampler.noise_states(), self._trainer.precision_plugin
         checks = self._singles.take_check()
         first, last = segments[0], segments[-1]
         choice = self._choice if noisy == {True} else None  # otherwise all batches count
@@ -493,9 +493,10 @@ class StepBlocks:
             candidates = 1 if choice is None else choice.candidates
             parts = first.taken.parts([segment.taken for segment in segments[1:]], candidates, self._data)
             weights = torch.cat([self._weights_of(segment, candidates) for segment in segments])
-            batches = parts, first.taken.structure, first.taken.axis
+            batches = plugin.convert_input(parts), first.taken.structure, first.taken.axis
             choices = None if choice is None else self._choices(choice, segments)
-            found = steps.run(*batches, weights, noise, controls, before, after, variate, choices, *acting)
+            with plugin.forward_context():
+                found = steps.run(*batches, weights, noise, controls, before, after, variate, choices, *acting)
         except NotTraceableError as error:
             how = "compiled" if self._compiles else "listed"
             self._leave(str(error))
@@ -547,12 +548,13 @@ class StepBlocks:
         """Return Ũ/N and log p(θ) of a step of a segment, shape (2, C), without a trace."""
         places = segment.taken.batches_of(step)
         batches = [(self._sent(segment.taken.batch(place)), segment.factors[place]) for place in places]
-        return torch.stack([energies.plain(batch, factor) for batch, factor in batches]).mean(0)
+        with self._trainer.precision_plugin.forward_context():
+            return torch.stack([energies.plain(batch, factor) for batch, factor in batches]).mean(0)
 
     def _sent(self, batch: Any) -> Any:
-        """Return a batch on the chains' device."""
-        on_cpu = self._module.device.type == "cpu"
-        return batch if on_cpu else self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        """Return a batch on the chains' device, in the run's precision."""
+        own, on_cpu = self._trainer.precision_plugin.convert_input(batch), self._module.device.type == "cpu"
+        return own if on_cpu else self._trainer.strategy.batch_to_device(own, dataloader_idx=0)
 
 
 def _joined(lists: Sequence[list[Control]]) -> list[Control]:

@@ -199,6 +199,23 @@ class SingleSteps:
     def compute(self, batch: Any, index: int) -> Tensor:
         """Compute the gradient and, with the last batch of a step, make the update; return the loss."""
         trainer, module, sampler, hooks = self._trainer, self._module, self._sampler, self._hooks
+        with trainer.precision_plugin.forward_context():
+            loss = self._with_gradient(batch, index)
+        for hook in hooks["on_after_backward"]:
+            hook(trainer, module)
+        detached: Tensor = loss.detach()
+        if not self.ends(index):
+            return detached
+        for hook in hooks["on_before_optimizer_step"]:
+            hook(trainer, module, sampler)
+        if self.clips:
+            module.configure_gradient_clipping(sampler, *self._clip)
+        self._update()
+        return detached
+
+    def _with_gradient(self, batch: Any, index: int) -> Tensor:
+        """Compute the gradient, and return the loss."""
+        trainer, module = self._trainer, self._module
         chains = module.chains
         loss: Any = None
         if chains.traces and chains.stacked is not None:  # one chain gains from many steps at once alone
@@ -213,19 +230,10 @@ class SingleSteps:
         if loss is None:
             loss = module.training_step(batch, index)
             if self.begins(index):
-                module.optimizer_zero_grad(trainer.current_epoch, index, sampler)
+                module.optimizer_zero_grad(trainer.current_epoch, index, self._sampler)
             module.backward(loss / self.each if self.each > 1 else loss)
-        for hook in hooks["on_after_backward"]:
-            hook(trainer, module)
-        detached: Tensor = loss.detach()
-        if not self.ends(index):
-            return detached
-        for hook in hooks["on_before_optimizer_step"]:
-            hook(trainer, module, sampler)
-        if self.clips:
-            module.configure_gradient_clipping(sampler, *self._clip)
-        self._update()
-        return detached
+        found: Tensor = loss
+        return found
 
 
 def _step_of(sampler: Sampler) -> Callable[[], Any]:

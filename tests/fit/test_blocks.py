@@ -253,6 +253,17 @@ def counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_in_double_precision(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data in single precision are converted, as in Lightning's loop."""
+    made, without = (Run(own, monkeypatch, precision="64-true", epochs=20) for own in (form, None))
+    assert made.hidden > 100
+    for mine, theirs in zip(made.samples, without.samples, strict=True):
+        assert mine[3].dtype == torch.float64
+        torch.testing.assert_close(mine[3], theirs[3], rtol=0.0, atol=1e-12)
+        assert mine[2] == pytest.approx(theirs[2], rel=1e-11)
+
+
 @needs_compiler
 @pytest.mark.parametrize("rule", [name for name in RULES if name not in ("SGLD", "SGHMC")])
 @pytest.mark.by_default("pSGHMC")
