@@ -23,6 +23,7 @@ from lightning_sgmcmc.chains.execution import (
     unrolled_is_faster,
 )
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
+from lightning_sgmcmc.chains.row_steps import Clip
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike
@@ -183,15 +184,20 @@ class ChainEnergies:
         """Whether some of the coming batches are looked at."""
         return self.first_batches is not None and self.first_batches.is_looking
 
-    def compiled_steps(self, sampler: Sampler, most: int, compiles: bool) -> CompiledSteps:
-        """Return what makes steps of these energies with a sampler whose state is in the rows, so many at once."""
-        assert self._rows is not None
-        return self._rows.compiled_steps(sampler, most, compiles)
+    def compiled_steps(self, sampler: Sampler, clip: Clip, most: int, compiles: bool) -> CompiledSteps:
+        """Return what makes steps of these energies, so many at once, by compiled functions or, on a GPU, by graphs.
 
-    def listed_steps(self, sampler: Sampler) -> ListedSteps:
+        Args:
+            sampler: its state is in the rows.
+            clip: changes the gradients that it takes.
+        """
+        assert self._rows is not None
+        return CompiledSteps(*self._rows.of_steps(sampler, clip), most=most, compiles=compiles)
+
+    def listed_steps(self, sampler: Sampler, clip: Clip) -> ListedSteps:
         """Return what makes steps of these energies as lists of operations, as `compiled_steps`."""
         assert self._rows is not None
-        return self._rows.listed_steps(sampler)
+        return ListedSteps(*self._rows.of_steps(sampler, clip))
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -366,16 +372,9 @@ class RowEnergies:
         self._num_data = num_data
         self._inverse.fill_(1 / num_data)
 
-    def compiled_steps(self, sampler: Sampler, most: int, compiles: bool) -> CompiledSteps:
-        """Return what makes steps of these energies, so many at once, by compiled functions or, on a GPU, by graphs."""
-        return CompiledSteps(*self._of_steps(sampler), most=most, compiles=compiles)
-
-    def listed_steps(self, sampler: Sampler) -> ListedSteps:
-        """Return what makes steps of these energies as lists of operations."""
-        return ListedSteps(*self._of_steps(sampler))
-
-    def _of_steps(self, sampler: Sampler) -> tuple[Any, ...]:
-        return self._energies, self._of_data, self._model, self._others, self._flat, sampler, self._inverse
+    def of_steps(self, sampler: Sampler, clip: Clip) -> tuple[Any, ...]:
+        """Return what `RowSteps` is made of."""
+        return self._energies, self._of_data, self._model, self._others, self._flat, sampler, self._inverse, clip
 
     def with_gradient(self, batch: Any, factor: float | None, checks: bool) -> tuple[Tensor, ...]:
         """Return the gradient of the energies' sum, shape (C, P), and what a call returns; see `ChainEnergies.traced`.

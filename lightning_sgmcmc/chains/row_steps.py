@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from lightning_sgmcmc.chains.traced import check_alike, with_gradient
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.tensors import Control, exact
+
+Clip: TypeAlias = "Callable[[Tensor], Tensor] | None"
+"""Returns the gradients that a rule takes, shape (C, P), from the energies'; None if they are those."""
 
 
 class Controls(NamedTuple):
@@ -165,6 +168,7 @@ class RowSteps:
         others: its other tensors, by name.
         flat: the sampled parameters, with their state as rows.
         inverse: 1/N, shape ().
+        clip: see `Clip`.
     """
 
     def __init__(
@@ -176,8 +180,10 @@ class RowSteps:
         flat: FlatParameters,
         sampler: Sampler,
         inverse: Tensor,
+        clip: Clip = None,
     ) -> None:
         self._energies = energies
+        self._clip = clip
         self._likelihood = likelihood
         self._model = model
         self._others = others
@@ -218,7 +224,7 @@ class RowSteps:
             return gradients.transpose(0, 1), (shares[:, None, None] * numbers).sum(0)
         gradient, _, energies, _ = with_gradient(self._energies, values, others, batch, axis, inverse, weights)
         if variate is None:
-            return gradient, energies
+            return (gradient if self._clip is None else self._clip(gradient)), energies
         there = {name: variate.others.get(name, tensor) for name, tensor in others.items()}
         if variate.gradient is None:
             _, found = self._likelihood(variate.values, there, batch, axis, weights)
@@ -227,7 +233,7 @@ class RowSteps:
             gradient = gradient - at_snapshot + variate.gradient  # first, to cancel exactly
         if variate.mean is not None:
             energies = torch.cat([energies, (found - variate.mean)[None].to(energies.dtype)])
-        return gradient, energies
+        return (gradient if self._clip is None else self._clip(gradient)), energies
 
     @torch.no_grad()
     def _check_last(

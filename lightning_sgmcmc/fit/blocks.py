@@ -305,8 +305,9 @@ class StepBlocks:
         weights = self._module.chains.weights
         if not are_rows:
             return "batches are made row by row: use a TensorDataset, or a datamodule without augmentation"
-        if self._singles.clips:
-            return f"gradient_clip_val={self._trainer.gradient_clip_val}: pass None, and a smaller lr"
+        if self._choice is not None and self._singles.clip is not None:
+            clips = f"gradient_clip_val={self._trainer.gradient_clip_val}"
+            return f"{clips} comes after another callback's choice: pass None, and a smaller lr"
         if self._choice is not None and (acting or self._variate is not None):
             other = next(own for own in self._acting if own in acting or own.step_variate() is not None)
             name = type(other).__name__
@@ -515,13 +516,13 @@ class StepBlocks:
         """Return what makes the coming steps."""
         sampler = self._sampler
         if not self._compiles_now:
-            self._listed = self._listed or energies.listed_steps(sampler)
+            self._listed = self._listed or energies.listed_steps(sampler, self._singles.clip)
             return self._listed
         if self._compiled is None:
             left = self._trainer.estimated_stepping_batches - self._trainer.global_step
             if self._compiles:
                 say_compilation(left, self._acting, self._captures)
-            self._compiled = energies.compiled_steps(sampler, self._most, self._compiles)
+            self._compiled = energies.compiled_steps(sampler, self._singles.clip, self._most, self._compiles)
         return self._compiled
 
     def _choices(self, choice: GradientChoice, segments: Sequence[Segment]) -> Choices:

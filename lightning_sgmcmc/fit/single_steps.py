@@ -20,6 +20,7 @@ from lightning_sgmcmc.fit.passes import hooks_of
 from lightning_sgmcmc.fit.prior_state import PriorScales
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.rows import clipped_rows
 from lightning_sgmcmc.tensors import exact
 
 call = pl.trainer.call
@@ -42,7 +43,7 @@ class SingleSteps:
 
     Attributes:
         each: batches of a step; the last of an epoch may have fewer.
-        clips: whether gradients are clipped.
+        clip: clips the gradients of all chains, shape (C, P); None if they stay as they are.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class SingleSteps:
         self._module, self._sampler = module, sampler_of(module)
         self._acting, self._scales = acting, scales
         self._hooks = {name: hooks_of(trainer, name) for name in OF_A_STEP}
-        self._clip = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
+        limit, algorithm = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
+        self._clip = limit, algorithm
         self._update = _step_of(self._sampler)
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._counters = module.chains.counters
         self.each: int = trainer.accumulate_grad_batches
-        self.clips = bool(self._clip[0])
+        self.clip = partial(clipped_rows, limit=float(limit), by_value=algorithm == "value") if limit else None
         self._epoch, self._first_epoch = -1, -1
         """The epochs of the last traced step and of the first; below 0 if the next one compares its energies."""
 
@@ -208,7 +210,7 @@ class SingleSteps:
             return detached
         for hook in hooks["on_before_optimizer_step"]:
             hook(trainer, module, sampler)
-        if self.clips:
+        if self.clip is not None:
             module.configure_gradient_clipping(sampler, *self._clip)
         self._update()
         return detached

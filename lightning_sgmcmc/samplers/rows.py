@@ -331,5 +331,14 @@ def sghmc_step(
 
 def clip_rows(rows: Tensor, limit: float) -> None:
     """Scale each row down to a norm of at most `limit`, in place."""
+    rows.mul_(_share_within(rows, limit))
+
+
+def clipped_rows(rows: Tensor, limit: float, by_value: bool) -> Tensor:
+    """Return rows with a norm, or with numbers, of at most `limit`."""
+    return rows.clamp(-limit, limit) if by_value else rows * _share_within(rows, limit)
+
+
+def _share_within(rows: Tensor, limit: float) -> Tensor:
     norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    rows.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    return (limit / (norm + 1e-6)).clamp(max=1.0)

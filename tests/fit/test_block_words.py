@@ -163,7 +163,10 @@ def contour() -> ContourGradient:
 
 
 SINGLES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
-    "clipping": (lambda: {"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "smaller lr"]),
+    "clipping": (
+        lambda: callbacks(EWSG(1), epochs=60, gradient_clip_val=1.0),
+        ["gradient_clip_val=1.0 comes after", "smaller lr"],
+    ),
     "a callback": (lambda: callbacks(Sees()), ["Sees acts in each", "remove it"]),
     "a contour": (lambda: callbacks(contour()), ["ContourGradient learns in each", "20,000 steps"]),
     "changed gradients": (

@@ -298,7 +298,6 @@ def test_a_run_that_diverges_stops_at_its_step(accumulated: int, monkeypatch: py
 SINGLES: dict[str, Callable[[], dict[str, Any]]] = {
     "a network that draws numbers": lambda: {"callbacks": [EWSG(1)], "with": {"net": Noisy()}},
     "clipping": lambda: {"callbacks": [EWSG(1)], "gradient_clip_val": 1.0},
-    "accumulation with clipping": lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0},
     "control variates": lambda: {"callbacks": [EWSG(1), ControlVariates(every_n_epochs=2)]},
     "covariance": lambda: {
         "callbacks": [EWSG(1), CovarianceFriction()],

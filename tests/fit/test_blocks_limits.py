@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, NonFiniteEnergyError, ResumableLoader
-from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.callbacks import EWSG, ControlVariates, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
 from tests.fit.test_blocks import BOTH, FORMS, STEPS, Run, counted, needs_compiler, network, x, y
@@ -177,12 +177,15 @@ def test_a_run_that_cannot_be_captured_goes_on_as_one_without_blocks(
     """Then a GPU's run may compile its network, as one without blocks."""
     items: Any = [(inputs, target) for inputs, target in zip(x, y, strict=True)]
     options: dict[str, Any] = {
-        "clipping": {"gradient_clip_val": 0.5},
+        "clipping": {"gradient_clip_val": 0.5, "epochs": 40},
         "items": {"data": DataLoader(items, batch_size=20)},
     }[cause]
     told: list[str] = []
     monkeypatch.setattr(blocks, "rank_zero_info", told.append)
-    captured, without = Run("captured", monkeypatch, **options), Run(None, monkeypatch, **options)
+    chooses = cause == "clipping"
+    captured, without = (
+        Run(form, monkeypatch, *([EWSG(1)] if chooses else []), **options) for form in ("captured", None)
+    )
     assert captured.compiled == 0
     assert [text for text in told if "not made in blocks" in text]
     captured.check_like(without)
@@ -205,3 +208,33 @@ def test_a_sampler_whose_state_is_loaded_within_a_fit(form: str, monkeypatch: py
     samplers: list[Any] = [run.trainer.optimizers[0] for run in runs]
     states = [sampler.noise_states() for sampler in samplers]
     assert all(torch.equal(*own) for own in zip(*states, strict=True))
+
+
+# -- clipped gradients -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("algorithm", "limit", "chains", "each"), [("norm", 0.3, 2, 1), ("norm", 0.3, 1, 1), ("value", 0.05, 2, 2)]
+)
+def test_gradients_are_clipped_in_blocks(
+    form: str, algorithm: str, limit: float, chains: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chain's by its own norm; the limit is one that most gradients reach."""
+    options: dict[str, Any] = {"chains": chains, "epochs": 30, "accumulate_grad_batches": each}
+    clipped = options | {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+    made, without, free = (
+        Run(*own, monkeypatch=monkeypatch, **given)
+        for own, given in (((form,), clipped), ((None,), clipped), ((None,), options))
+    )
+    assert made.hidden > 50
+    made.check_like(without)
+    moved = [abs(mine[3] - theirs[3]).max() for mine, theirs in zip(made.samples, free.samples, strict=True)]
+    assert max(moved) > 0.01
+
+
+def test_variates_correct_gradients_before_they_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"epochs": 30, "gradient_clip_val": 0.3}
+    made, without = (Run(form, monkeypatch, ControlVariates(), **options) for form in ("traced", None))
+    assert made.hidden > 100
+    made.check_like(without)
