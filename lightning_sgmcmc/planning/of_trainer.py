@@ -185,6 +185,7 @@ def _blocks(
         return None
 
     known: dict[Any, ChainControls] = {}
+    of_temperature: dict[Any, Tensor] = {}
 
     def controls(step: int) -> ChainControls:
         schedule.apply(step, module, shadow)
@@ -192,11 +193,12 @@ def _blocks(
         numbers = (*present, temperature := groups[0]["temperature"])
         key = None if any(isinstance(value, Tensor) for value in numbers) else (*numbers, is_sampling)
         if (found := known.get(key)) is None:
-            lrs = torch.stack([_of_chains(lr, chains.num_chains) for lr in present])
-            temperatures = sampled.temperature * _of_chains(temperature, chains.num_chains)
-            found = ChainControls(sampled.lr * lrs, temperatures, is_sampling)
+            lrs = sampled.lr * torch.stack([_of_chains(lr, chains.num_chains) for lr in present])
+            if (temperatures := of_temperature.get(None if key is None else temperature)) is None:
+                temperatures = sampled.temperature * _of_chains(temperature, chains.num_chains)
+            found = ChainControls(lrs, temperatures, is_sampling)
             if key is not None:
-                known[key] = found
+                known[key], of_temperature[temperature] = found, temperatures
         return found
 
     chains.progress = copy.copy(progress)
@@ -216,7 +218,9 @@ def _blocks(
 
 
 def _of_chains(value: Any, chains: int) -> Tensor:
-    return exact(value).cpu().reshape(-1).expand(chains)
+    if isinstance(value, Tensor):
+        return exact(value).cpu().reshape(-1).expand(chains)
+    return torch.full((chains,), value, dtype=torch.float64)
 
 
 def _temperature(module: ChainModel, blocks: Blocks | None) -> float:
