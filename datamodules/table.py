@@ -111,6 +111,7 @@ class TableDataModule(ArrayDataModule):
         self.test_fraction = test_fraction
         self._say_what_is_missing()
         self._say_what_numbers_the_rows()
+        self._say_which_classes_are_absent()
         if len(self._inputs.names) not in (0, self.num_inputs):
             rank_zero_info(
                 f"TableDataModule makes {self.num_inputs} inputs (`num_inputs`) of {len(self._inputs.names)} columns."
@@ -176,6 +177,17 @@ class TableDataModule(ArrayDataModule):
                     f"TableDataModule takes {self._called(place)} as an input, and it numbers the rows in their order: "
                     "leave it out if it is only an index."
                 )
+
+    def _say_which_classes_are_absent(self) -> None:
+        """Say which classes no row has: labels from 1 on leave out class 0."""
+        if self.task != "classes" or self._like is not None:
+            return
+        present = set(self.y.tolist())
+        if absent := [label for label in range(self.num_classes or 0) if label not in present]:
+            rank_zero_info(
+                f"TableDataModule: y has labels up to {max(present)}, hence {self.num_classes} classes, and no row of "
+                f"{some(absent)}. If there are {len(present)} classes, pass pandas.factorize(y, sort=True)[0]."
+            )
 
     def _parts(self) -> list[Tensor]:
         if self._rows is not None:

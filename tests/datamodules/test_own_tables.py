@@ -58,6 +58,17 @@ def test_a_column_that_numbers_the_rows_is_named(caplog: pytest.LogCaptureFixtur
     assert "column 'Unnamed: 0'" in said
 
 
+@pytest.mark.parametrize("task", ["classes", None])
+def test_labels_that_begin_at_one_leave_out_a_class(task: Any, caplog: pytest.LogCaptureFixture) -> None:
+    x, labels = np.zeros((40, 2)), np.arange(40) % 4
+    with caplog.at_level(logging.INFO, "pytorch_lightning"):
+        assert TableDataModule(x, labels, task=task).num_classes == 4
+        assert not [message for message in caplog.messages if "no row" in message]
+        assert TableDataModule(x, labels + 1, task=task).num_classes == 5
+    (said,) = [message for message in caplog.messages if "no row" in message]
+    assert "labels up to 4, hence 5 classes, and no row of 0. If there are 4 classes" in said
+
+
 def test_dates_are_named_with_what_to_do() -> None:
     frame = pandas.DataFrame({"when": pandas.date_range("2020-01-01", periods=30), "y": 1.0})
     with pytest.raises(TypeError, match=r"column 'when' of dates, .* or test on the last rows by time='when'"):
