@@ -20,7 +20,7 @@ from lightning_sgmcmc.diagnostics.draws import (
 from lightning_sgmcmc.figures.canvas import METRIC_LABELS
 from lightning_sgmcmc.fit.results import BASELINES, METHODS, STAGE_NAMES, StoredEvaluation
 from lightning_sgmcmc.health.assessment import ALL_TENSORS
-from lightning_sgmcmc.health.report import HealthReport, Interval, TemperatureKind, Temperatures
+from lightning_sgmcmc.health.report import POSTERIOR, HealthReport, Interval, TemperatureKind, Temperatures
 from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.compare import NAMES, difference_text, interval_of, paired_difference
@@ -383,7 +383,7 @@ def _measured(health: HealthReport, is_comparable: bool) -> list[tuple[str, Any]
         ("Expected energy", None if energy.expected is None else _brackets(energy.expected)),
     ]
     return [
-        ("The samples are", None if health.kind is None else f"{with_article(health.kind)}: {health.reason}"),
+        ("The samples are", _called(health)),
         ("Target temperature", health.temperature if is_finite(health.temperature) else None),
         *(energies if is_comparable else []),
         ("Thermal energy τ·d/2 of the target (nats)", run.heat),
@@ -392,6 +392,14 @@ def _measured(health: HealthReport, is_comparable: bool) -> list[tuple[str, Any]
         ("Relaxation times of a sampling stage", run.relaxation_times),
         ("‖θ‖²/(d·σ²), τ at equilibrium", run.prior_norm),
     ]
+
+
+def _called(health: HealthReport) -> str | None:
+    if health.kind is None:
+        return None
+    if health.kind == POSTERIOR and health.warnings:
+        return f"not shown to be {with_article(health.kind)}; {health.warnings[0]}"
+    return f"{with_article(health.kind)}: {health.reason}"
 
 
 def _temperature(entry: Temperatures, kind: TemperatureKind, target: float) -> Cell | str | None:

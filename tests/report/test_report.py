@@ -404,6 +404,20 @@ def test_beside_the_paper(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_hot", [True, False])
+def test_a_problem_is_beside_what_the_samples_are(tmp_path: Path, is_hot: bool) -> None:
+    """A right configurational temperature shows nothing where the kinetic one is far off."""
+    run = made_run(tmp_path / "run")
+    health = json.loads((run / "health.json").read_text())
+    health |= {"kind": "posterior sample", "reason": "the configurational temperature is 1"}
+    if not is_hot:
+        health["findings"] = []
+    (run / "health.json").write_text(json.dumps(health))
+    text = Page(write_report(run)).text
+    assert ("not shown to be a posterior sample" in text) == is_hot
+    assert ("a posterior sample: the configurational temperature is 1" in text) == (not is_hot)
+
+
 @pytest.mark.parametrize("kept", ["results.json", "history.json", "health.json", "samples"])
 def test_any_part_may_be_missing(tmp_path: Path, kept: str) -> None:
     run = made_run(tmp_path / "run")
