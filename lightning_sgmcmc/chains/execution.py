@@ -1,10 +1,12 @@
 """Calls of a module with the states of several samples: all at once, or one after another."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +148,19 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+_LOCKS: "WeakKeyDictionary[nn.Module, threading.RLock]" = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+
+
+@contextmanager
+def borrowed(module: nn.Module) -> Iterator[None]:
+    """Let one thread at a time put samples into a module, in evaluation mode: all that predict share its network."""
+    with _LOCKS_LOCK:
+        lock = _LOCKS.setdefault(module._modules.get("net") or module, threading.RLock())
+    with lock, evaluation_mode(module):
+        yield
 
 
 @contextmanager

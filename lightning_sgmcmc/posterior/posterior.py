@@ -231,8 +231,8 @@ class Posterior(Decisions):
         normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
         warn_of_order(x, "predictions")
         x = list(x) if self.novelty is not None and (isinstance(x, Iterator) or is_shuffled(x)) else x  # read twice
-        self._ready = ready_samples(self._ready, self.store, model)
-        prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
+        ready = self._ready = ready_samples(self._ready, self.store, model)
+        prediction = average_predictions(ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         if self.novelty is not None and isinstance(prediction, ClassPrediction | MultiLabelPrediction):
             prediction = prediction.with_epistemic_of(self.novelty.predict(x))

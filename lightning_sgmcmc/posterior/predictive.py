@@ -29,8 +29,8 @@ from lightning_sgmcmc.chains.execution import (
     StatelessCall,
     States,
     TogetherCall,
+    borrowed,
     dtype_of,
-    evaluation_mode,
     grouped,
     network_state,
     runs_at_once,
@@ -187,7 +187,7 @@ def average_predictions(
     averages: list[WeightedAverage] = []
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
-    with evaluation_mode(model), torch.no_grad(), samples.shared():
+    with borrowed(model), torch.no_grad(), samples.shared():
         for chunk in _chunks(_inputs_alone(batches, model), min(CHUNK, HOST_SHARE * free_memory())):
             part = [WeightedAverage() for _ in chunk]
             remaining = iter(log_weights)
@@ -308,7 +308,7 @@ def average_scores(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the likelihood's terms, averaged over samples, and the targets of batches on the model's device."""
     average, target = WeightedAverage(), torch.empty(0)
-    with evaluation_mode(model):
+    with borrowed(model):
         for state, log_weight in zip(states_in_place(model, samples), log_weights, strict=True):
             terms, _, found = of_observed(model, evaluate(model, state, batches))
             assert found is not None  # the model has a likelihood
@@ -325,7 +325,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     batches = list(batches) if isinstance(batches, Iterator) else batches  # read once for each sample
     caller = StatelessCall(model, lambda m, x: m.output_of(x))
     holder = Holder(model)
-    with evaluation_mode(model):
+    with borrowed(model):
         for sample in samples:
             state = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
             inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters), samples.columns.inputs)
