@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall
+from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, evaluation_mode
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -21,6 +21,43 @@ from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import fabric, pl
 
 sized_len = fabric.utilities.data.sized_len
+is_overridden = pl.utilities.model_helpers.is_overridden
+
+HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Lightning's hooks of a batch, of the datamodule if it defines them and else of the module."""
+
+
+def through_hooks(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:
+    """Return a batch after the user's hooks, on the model's device, as a trainer hands it to the module."""
+    for name in HOOKS:
+        of_data = datamodule is not None and is_overridden(name, datamodule)
+        hook = getattr(datamodule if of_data else model, name)
+        batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
+    return batch
+
+
+class HookedLoader:
+    """A loader outside a trainer whose batches pass the user's hooks in evaluation mode, as in `trainer.test`."""
+
+    def __init__(self, loader: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None) -> None:
+        self._loader, self._model, self._datamodule = loader, model, datamodule
+        self.sampler, self.batch_sampler = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+        self.dataset = getattr(loader, "dataset", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            with evaluation_mode(self._model):
+                batch = through_hooks(batch, self._model, self._datamodule)
+            yield batch
+
+
+def hooked(batches: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:
+    """Return a loader of batches as a trainer would read it; lists and iterators are what the network receives."""
+    own = [model] if datamodule is None else [model, datamodule]
+    plain = isinstance(batches, list | tuple | Iterator | HookedLoader)
+    if plain or not any(is_overridden(name, one) for name in HOOKS for one in own):
+        return batches
+    return HookedLoader(batches, model, datamodule)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Densities:
 
 def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) -> Densities:
     """Return the log density of each datum by each sample; see `Posterior.log_likelihood`."""
-    batches = tensors_of(batches_of(data, store.columns, what), model, store)
+    batches = tensors_of(batches_of(data, store.columns, model, what), model, store)
     if not batches:
         raise ValueError(f"{what} needs data, and the loader has none: pass a loader with some batches")
     found, target, scaling = [], torch.empty(0), store.scaling
@@ -120,7 +120,7 @@ def evaluate_samples(
     user = UserMetrics(metrics)
     user.check(model)
     store, log_weights = posterior.store, posterior.log_weights.tolist()
-    given = batches_of(data, store.columns, "evaluate")
+    given = batches_of(data, store.columns, model, "evaluate")
     if group is not None and is_shuffled(given):
         raise ValueError(
             "group has the labels in the data's order, and the loader shuffles: pass a loader in a fixed order "

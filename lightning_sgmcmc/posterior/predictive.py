@@ -40,7 +40,7 @@ from lightning_sgmcmc.chains.starts import Holder
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.drawn_networks import new_statistics
-from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, of_observed
+from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, hooked, of_observed
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.namespace import rank_zero_warn
@@ -183,7 +183,7 @@ def average_predictions(
 ) -> Prediction:
     """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`."""
     model, likelihood = samples.model, _likelihood_of(samples.model)
-    batches = batches_in(inputs, model.accepted_arguments)
+    batches = hooked(batches_in(inputs, model.accepted_arguments), model)
     averages: list[WeightedAverage] = []
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
@@ -322,7 +322,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     store = MemoryStore()
     store.columns = samples.columns
     device = next(model.parameters()).device
-    batches = list(batches) if isinstance(batches, Iterator) else batches  # read once for each sample
+    batches = list(batches) if isinstance(batches, Iterator) else hooked(batches, model)  # read once for each sample
     caller = StatelessCall(model, lambda m, x: m.output_of(x))
     holder = Holder(model)
     with borrowed(model):
@@ -337,7 +337,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
 
 def network_inputs(model: EnergyModel, store: SampleStore, x: Any) -> Iterator[Any]:
     """Yield inputs batch by batch as the network receives them, from what `Posterior.predict` takes."""
-    inputs = _inputs_alone(batches_in(x, model.accepted_arguments), model)
+    inputs = _inputs_alone(hooked(batches_in(x, model.accepted_arguments), model), model)
     return _on(inputs, model.device, dtype_of(store[0].parameters), store.columns.inputs)
 
 
