@@ -310,6 +310,18 @@ class Safeguards(RunCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._warn_without_metrics(trainer, pl_module)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._warn_without_metrics(trainer, pl_module)
+
+    def _warn_without_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.callback_metrics and getattr(pl_module, "posterior", None):
+            rank_zero_warn(
+                "No metrics: after a fit its samples are evaluated, and no callback does so. Add "
+                "BayesianModelAverage() to the trainer's callbacks, or call module.posterior.evaluate(data)."
+            )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.busy = True
