@@ -28,16 +28,17 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 
 
 def through_hooks(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:
-    """Return a batch after the user's hooks, on the model's device, as a trainer hands it to the module."""
-    for name in HOOKS:
-        of_data = datamodule is not None and is_overridden(name, datamodule)
-        hook = getattr(datamodule if of_data else model, name)
-        batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
+    """Return a batch after the user's hooks, on the model's device, as a trainer evaluates it."""
+    with evaluation_mode(model):
+        for name in HOOKS:
+            of_data = datamodule is not None and is_overridden(name, datamodule)
+            hook = getattr(datamodule if of_data else model, name)
+            batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
     return batch
 
 
 class HookedLoader:
-    """A loader outside a trainer whose batches pass the user's hooks in evaluation mode, as in `trainer.test`."""
+    """A loader outside a trainer whose batches pass the user's hooks, as in `trainer.test`."""
 
     def __init__(self, loader: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None) -> None:
         self._loader, self._model, self._datamodule = loader, model, datamodule
@@ -45,10 +46,7 @@ class HookedLoader:
         self.dataset = getattr(loader, "dataset", None)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            with evaluation_mode(self._model):
-                batch = through_hooks(batch, self._model, self._datamodule)
-            yield batch
+        return (through_hooks(batch, self._model, self._datamodule) for batch in self._loader)
 
 
 def hooked(batches: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, FeatureDataModule, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.singular import sample_losses
 from tests.support.trainers import quiet_trainer
 
 torch.manual_seed(0)
@@ -97,6 +98,8 @@ def test_predictions_of_a_loader_and_of_what_the_network_receives() -> None:
     torch.testing.assert_close(ours[0].buffers["net.1.running_mean"], theirs[0].buffers["net.1.running_mean"])
     known = [posterior.detect(one, X[:30]).known["energy"] for one in (images.val_dataloader(), X[30:])]
     torch.testing.assert_close(*known, rtol=1e-4, atol=1e-5)
+    losses = [sample_losses(posterior, data) for data in (images.val_dataloader(), moved)]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     torch.manual_seed(0)
     student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
     distilled = posterior.distill(student, images.val_dataloader(), epochs=60, accelerator="cpu")
