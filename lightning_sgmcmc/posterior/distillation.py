@@ -11,6 +11,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, as_tensors, batches_in, called, inputs_of, unwrapped
+from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.scoring import HOOKS, is_overridden
@@ -88,15 +89,11 @@ class Student(nn.Module):
         Raises:
             ValueError: if there are no inputs.
         """
-        training, first = self.training, next(self.parameters())
-        self.eval()
-        try:
-            arguments, found = arguments_of_network(self.net), []
+        first, arguments, found = next(self.parameters()), arguments_of_network(self.net), []
+        with borrowed(self):
             for batch in batches_in(x, arguments):
                 inputs = as_tensors(inputs_of(batch, arguments), first.device, first.dtype, self.columns)
                 found.append(self._prediction(self.output_of(inputs)))
-        finally:
-            self.train(training)
         if not found:
             raise ValueError("x has no inputs to predict")
         names = found[0].parts
