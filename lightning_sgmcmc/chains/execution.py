@@ -152,15 +152,39 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 _LOCKS: "WeakKeyDictionary[nn.Module, threading.RLock]" = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
+_FITTED: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+"""The thread of each network's present fit."""
+
+
+def _network_of(module: nn.Module) -> nn.Module:
+    return module._modules.get("net") or module
 
 
 @contextmanager
 def borrowed(module: nn.Module) -> Iterator[None]:
     """Let one thread at a time put samples into a module, in evaluation mode: all that predict share its network."""
+    network, thread = _network_of(module), threading.get_ident()
     with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(module._modules.get("net") or module, threading.RLock())
-    with lock, evaluation_mode(module):
-        yield
+        lock = _LOCKS.setdefault(network, threading.RLock())
+    with lock:
+        if _FITTED.get(network, thread) != thread:
+            raise RuntimeError(
+                f"{type(module).__name__} is being fitted in another thread, and its network is in use: predict with a "
+                "posterior that has its own, Posterior.load(folder), or after the fit"
+            )
+        with evaluation_mode(module):
+            yield
+
+
+def begin_fit(module: nn.Module) -> None:
+    """Keep other threads from putting samples into a module until `end_fit`."""
+    with borrowed(module):
+        _FITTED[_network_of(module)] = threading.get_ident()
+
+
+def end_fit(module: nn.Module) -> None:
+    """Allow it again."""
+    _FITTED.pop(_network_of(module), None)
 
 
 @contextmanager
