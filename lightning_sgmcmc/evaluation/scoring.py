@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, evaluation_mode
+from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, borrowed
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -27,13 +27,34 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 """Lightning's hooks of a batch, of the datamodule if it defines them and else of the module."""
 
 
+class Validating:
+    """What a hook finds as its trainer outside of a run: it validates, and the rest is the last trainer's, if any."""
+
+    training = testing = predicting = sanity_checking = False
+    validating = evaluating = True
+
+    def __init__(self, trainer: pl.Trainer | None) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
 def through_hooks(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:
     """Return a batch after the user's hooks, on the model's device, as a trainer evaluates it."""
-    with evaluation_mode(model):
-        for name in HOOKS:
-            of_data = datamodule is not None and is_overridden(name, datamodule)
-            hook = getattr(datamodule if of_data else model, name)
-            batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
+    places = [(model, "_trainer")] if datamodule is None else [(model, "_trainer"), (datamodule, "trainer")]
+    before = [getattr(owner, name) for owner, name in places]
+    with borrowed(model):
+        try:
+            for (owner, name), trainer in zip(places, before, strict=True):
+                setattr(owner, name, Validating(trainer))
+            for name in HOOKS:
+                of_data = datamodule is not None and is_overridden(name, datamodule)
+                hook = getattr(datamodule if of_data else model, name)
+                batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
+        finally:
+            for (owner, name), trainer in zip(places, before, strict=True):
+                setattr(owner, name, trainer)
     return batch
 
 
@@ -78,8 +99,15 @@ class EvaluationShare:
         index = self.dataloader_idx
         for batch in itertools.islice(self.loader, stop):
             converted = trainer.precision_plugin.convert_input(batch)
-            converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
-            yield trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
+            stage = trainer.state.stage
+            try:
+                if trainer.training:  # samples are evaluated between training steps; no hook is to augment their data
+                    trainer.validating = True
+                converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
+                converted = trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
+            finally:
+                trainer.state.stage = stage
+            yield converted
 
     def fitting(self, of_batch: Sequence[Any]) -> int:
         """Return how many samples have scores that fit into `LARGEST_SCORES` together, and at least one, by the scores

@@ -29,6 +29,11 @@ class OnDevice(BayesianModule):
         return [batch[0] + torch.randn(()), *batch[1:]] if self.training else normalised(batch)
 
 
+class AsksItsTrainer(BayesianModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.randn(()), *batch[1:]] if self.trainer.training else normalised(batch)
+
+
 class Images(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(RAW[:30], Y[:30]), 10, shuffle=True)
@@ -53,16 +58,17 @@ def fitted(module: BayesianModule, data: Any) -> tuple[Posterior, dict[str, Any]
     return module.posterior, trainer.callback_metrics
 
 
-@pytest.mark.parametrize("of_module", [True, False])
-def test_a_posterior_reads_what_the_trainer_reads(of_module: bool) -> None:
+@pytest.mark.parametrize("owner", [OnDevice, AsksItsTrainer, Images])
+def test_a_posterior_reads_what_the_trainer_reads(owner: type) -> None:
+    """In the fit too, where samples are evaluated between training steps."""
     torch.manual_seed(0)
     images = Images()
-    if of_module:
-        module, data = OnDevice(network(), Categorical(), lr=0.01), images.train_dataloader()
-        validation: Any = images.val_dataloader()
-    else:
-        module, data, validation = BayesianModule(network(), Categorical(), lr=0.01), images, images
+    cls = BayesianModule if owner is Images else owner
+    module, data = cls(network(), Categorical(), lr=0.01), images if owner is Images else images.train_dataloader()
+    validation = images if owner is Images else images.val_dataloader()
     posterior, logged = fitted(module, data)
+    if owner is AsksItsTrainer:
+        posterior.model = AsksItsTrainer(network(), Categorical())  # as in another program, where it has none
     received = [(X[30:], Y[30:])]
     nll = posterior.evaluate(received).bma["nll"]
     assert nll == pytest.approx(float(logged["val/bma_nll"]), rel=1e-5)
