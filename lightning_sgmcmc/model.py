@@ -351,8 +351,8 @@ def check_layers(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(
-                f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
-                f"{type(model).__name__} first"
+                f"'{name}' has no shape yet, since its layer is lazy: call the network with the inputs of one batch, "
+                "net(x), before the fit"
             )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, check_step_size, sampler_of
 from lightning_sgmcmc.chains.energies import Execution
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.layout import present_place
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.starts import redraw
@@ -165,8 +166,14 @@ class BayesianModule(ChainModel):
         # Lightning sets this attribute about ten times a step, and setting attributes on an nn.Module is slow.
         if name == "_current_fx_name":
             self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+            return
+        begun = isinstance(value, nn.Module) and "chains" in self.__dict__ and self.chains.stacked is not None
+        if begun and state_of(value):
+            raise ValueError(
+                f"{name}: this module's {self.num_chains} chains have begun, and a new {type(value).__name__} has the "
+                "tensors of one: create a new module with it"
+            )
+        super().__setattr__(name, value)
 
     @property
     def num_chains(self) -> int:

@@ -166,6 +166,11 @@ class Chains:
         if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)
+        if next(self.model.parameters(), None) is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no layers to start chains of: pass net=…, also in "
+                "load_from_checkpoint(path, net=…), or define layers"
+            )
         self._started = self.layout.chains
 
         def start(index: int) -> None:
@@ -282,6 +287,7 @@ class Chains:
     def end_energies(self) -> None:
         """Drop the objects of a fit, so that the model can be copied and pickled, and free its CUDA graphs."""
         replayed = self.energies is not None and self.energies.replays
+        self.sharing.set_back()
         self.energies = self.weights = None
         if replayed:
             free_graphs()

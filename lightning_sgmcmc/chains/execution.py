@@ -1,10 +1,12 @@
 """Calls of a module with the states of several samples: all at once, or one after another."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +148,43 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+_LOCKS: "WeakKeyDictionary[nn.Module, threading.RLock]" = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+_FITTED: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+"""The thread of each network's present fit."""
+
+
+def _network_of(module: nn.Module) -> nn.Module:
+    return module._modules.get("net") or module
+
+
+@contextmanager
+def borrowed(module: nn.Module) -> Iterator[None]:
+    """Let one thread at a time put samples into a module, in evaluation mode: all that predict share its network."""
+    network, thread = _network_of(module), threading.get_ident()
+    with _LOCKS_LOCK:
+        lock = _LOCKS.setdefault(network, threading.RLock())
+    with lock:
+        if _FITTED.get(network, thread) != thread:
+            raise RuntimeError(
+                f"{type(module).__name__} is being fitted in another thread, and its network is in use: predict with a "
+                "posterior that has its own, Posterior.load(folder), or after the fit"
+            )
+        with evaluation_mode(module):
+            yield
+
+
+def begin_fit(module: nn.Module) -> None:
+    """Keep other threads from putting samples into a module until `end_fit`."""
+    with borrowed(module):
+        _FITTED[_network_of(module)] = threading.get_ident()
+
+
+def end_fit(module: nn.Module) -> None:
+    """Allow it again."""
+    _FITTED.pop(_network_of(module), None)
 
 
 @contextmanager

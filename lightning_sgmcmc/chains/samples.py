@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.diagnostics.draws import within_groups
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import of_prior
+from lightning_sgmcmc.model import named_trainable, of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.tensors import STATISTICS, as_rows, exact, exact_device
@@ -308,6 +308,12 @@ def draw_samples(
         raise RuntimeError(
             f"'{frozen}' was frozen during the run, so this state is not a posterior sample: freeze parameters "
             "before the fit"
+        )
+    thawed = next((name for name in named_trainable(chains.model) if name not in chains.trainable), None)
+    if thawed is not None:
+        raise RuntimeError(
+            f"'{thawed}' requires gradients since the run began, and is not sampled in it: unfreeze parameters before "
+            "a fit, such as a second one of this module"
         )
     check_replicas(chains, step)
     chains.share_buffers()

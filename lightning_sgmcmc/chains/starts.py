@@ -269,6 +269,8 @@ class Sharing:
         self.names: frozenset[str] = frozenset()
         self._agreed = False
         """Whether all processes have the same shared tensors."""
+        self._switched: list[nn.Module] = []
+        """The layers that a fit has set to evaluation mode."""
 
     def choose(self, sampled: Sequence[str] | None, dropout: bool) -> None:
         """Set what is sampled, by the module's arguments."""
@@ -319,11 +321,18 @@ class Sharing:
             )
 
     def set_evaluating(self) -> None:
-        """Set frozen parts, or with dropout only their normalisation layers, to evaluation mode."""
+        """Set frozen parts, or with dropout only their normalisation layers, to evaluation mode, for one fit."""
         for _, part in frozen_parts(self._module):
             for layer in part.modules():
-                if not self.dropout or isinstance(layer, _NormBase):
+                if layer.training and (not self.dropout or isinstance(layer, _NormBase)):
                     layer.training = False
+                    self._switched.append(layer)
+
+    def set_back(self) -> None:
+        """Set these parts to training mode again, since the next fit may sample them."""
+        for layer in self._switched:
+            layer.training = True
+        self._switched.clear()
 
 
 class Holder:

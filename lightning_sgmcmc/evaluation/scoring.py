@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall
+from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, borrowed
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -21,6 +21,62 @@ from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import fabric, pl
 
 sized_len = fabric.utilities.data.sized_len
+is_overridden = pl.utilities.model_helpers.is_overridden
+
+HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Lightning's hooks of a batch, of the datamodule if it defines them and else of the module."""
+
+
+class Validating:
+    """What a hook finds as its trainer outside of a run: it validates, and the rest is the last trainer's, if any."""
+
+    training = testing = predicting = sanity_checking = False
+    validating = evaluating = True
+
+    def __init__(self, trainer: pl.Trainer | None) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def through_hooks(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:
+    """Return a batch after the user's hooks, on the model's device, as a trainer evaluates it."""
+    places = [(model, "_trainer")] if datamodule is None else [(model, "_trainer"), (datamodule, "trainer")]
+    before = [getattr(owner, name) for owner, name in places]
+    with borrowed(model):
+        try:
+            for (owner, name), trainer in zip(places, before, strict=True):
+                setattr(owner, name, Validating(trainer))
+            for name in HOOKS:
+                of_data = datamodule is not None and is_overridden(name, datamodule)
+                hook = getattr(datamodule if of_data else model, name)
+                batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
+        finally:
+            for (owner, name), trainer in zip(places, before, strict=True):
+                setattr(owner, name, trainer)
+    return batch
+
+
+class HookedLoader:
+    """A loader outside a trainer whose batches pass the user's hooks, as in `trainer.test`."""
+
+    def __init__(self, loader: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None) -> None:
+        self._loader, self._model, self._datamodule = loader, model, datamodule
+        self.sampler, self.batch_sampler = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+        self.dataset = getattr(loader, "dataset", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (through_hooks(batch, self._model, self._datamodule) for batch in self._loader)
+
+
+def hooked(batches: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None = None) -> Any:
+    """Return a loader of batches as a trainer would read it; lists and iterators are what the network receives."""
+    own = [model] if datamodule is None else [model, datamodule]
+    plain = isinstance(batches, list | tuple | Iterator | HookedLoader)
+    if plain or not any(is_overridden(name, one) for name in HOOKS for one in own):
+        return batches
+    return HookedLoader(batches, model, datamodule)
 
 
 @dataclass(frozen=True)
@@ -43,8 +99,15 @@ class EvaluationShare:
         index = self.dataloader_idx
         for batch in itertools.islice(self.loader, stop):
             converted = trainer.precision_plugin.convert_input(batch)
-            converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
-            yield trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
+            stage = trainer.state.stage
+            try:
+                if trainer.training:  # samples are evaluated between training steps; no hook is to augment their data
+                    trainer.validating = True
+                converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
+                converted = trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
+            finally:
+                trainer.state.stage = stage
+            yield converted
 
     def fitting(self, of_batch: Sequence[Any]) -> int:
         """Return how many samples have scores that fit into `LARGEST_SCORES` together, and at least one, by the scores

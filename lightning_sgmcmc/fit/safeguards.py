@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chain_model, chains_of, sampler_of
+from lightning_sgmcmc.chains.execution import begin_fit, end_fit
 from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
@@ -169,6 +170,7 @@ class Safeguards(RunCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
         if stage == "fit":
+            begin_fit(pl_module)
             self.samples, self._guard, self._counters, self._shown = 0, None, Counters(), None
             self._has_trained = False
             check_run(trainer, pl_module)
@@ -310,6 +312,18 @@ class Safeguards(RunCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._warn_without_metrics(trainer, pl_module)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._warn_without_metrics(trainer, pl_module)
+
+    def _warn_without_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.callback_metrics and getattr(pl_module, "posterior", None):
+            rank_zero_warn(
+                "No metrics: after a fit its samples are evaluated, and no callback does so. Add "
+                "BayesianModelAverage() to the trainer's callbacks, or call module.posterior.evaluate(data)."
+            )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.busy = True
@@ -347,6 +361,7 @@ class Safeguards(RunCallback):
 
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave trainer, process and module as plain Lightning does; a second call does nothing."""
+        end_fit(pl_module)
         restore(trainer)
         self._interruption.end()
         if self._sampler is not None:

@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.execution import dtype_of
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.evaluation.scoring import hooked
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.likelihoods.base import COVERAGE_LEVELS, COVERAGES
 from lightning_sgmcmc.model import EnergyModel
@@ -101,7 +102,7 @@ def identify(records: Iterable[SampleRecord]) -> str:
 
 def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequence[float], data: Any) -> Calibration:
     """Fit the number; see `Posterior.calibrate`."""
-    batches = batches_of(data, store.columns)
+    batches = batches_of(data, store.columns, model)
     _warn_of_training_data(model, batches)
     likelihood, identity = model.likelihood, identify(store.records)
     if likelihood is None:
@@ -155,8 +156,9 @@ def check_predictions(prediction: Prediction, what: str) -> None:
         )
 
 
-def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
-    """Return the batches of a loader, or of a datamodule's validation data."""
+def batches_of(data: Any, columns: Columns, model: EnergyModel, what: str = "calibrate") -> Any:
+    """Return the batches of a loader, or of a datamodule's validation data, after the user's hooks."""
+    datamodule = data if isinstance(data, pl.LightningDataModule) else None
     if isinstance(data, pl.LightningDataModule):
         name = type(data).__name__
         data.prepare_data()
@@ -173,7 +175,7 @@ def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
             f"{what} needs validation data with targets, got a {type(data).__name__}: pass a loader, a datamodule, "
             "or a list of batches, [(x, y)]"
         )
-    return data
+    return hooked(data, model, datamodule)
 
 
 def tensors_of(batches: Iterable[Any], model: EnergyModel, store: SampleStore) -> list[Any]:
@@ -202,7 +204,7 @@ def predictions_with_targets(
         TypeError: if the predictive is neither of one class nor of numbers for each input.
     """
     likelihood, scaling, found = model.likelihood, posterior.store.scaling, False
-    for batch in map(posterior.columns.received, batches_of(data, posterior.columns, what)):
+    for batch in map(posterior.columns.received, batches_of(data, posterior.columns, model, what)):
         found = True
         prediction = posterior.predict([batch], return_samples)
         check_predictions(prediction, what)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import warn_of_order
-from lightning_sgmcmc.chains.execution import StatelessCall, dtype_of, evaluation_mode
+from lightning_sgmcmc.chains.execution import StatelessCall, borrowed, dtype_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.diagnostics.acquisition import (
     Acquisition,
@@ -335,7 +335,7 @@ class Decisions(StoredSamples):
         mean, std = (0.0, 1.0) if columns is None else (part.to(first) for part in columns.scaling)
         call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of(((inputs - mean) / std).to(dtype))))
         paths = []
-        with evaluation_mode(model), torch.no_grad(), unchanged_torch_generators([model.device]):
+        with borrowed(model), torch.no_grad(), unchanged_torch_generators([model.device]):
             reseed(derive_seed(seed, "rollout"), model.device)  # torch's distributions take no generator
             for state in states_in_place(model, store):
                 inputs, path = first, []
@@ -398,7 +398,7 @@ def _energies(model: EnergyModel, store: SampleStore, weights: Tensor, x: Any) -
         return None
     batches = list(network_inputs(model, store, x))
     call, total = StatelessCall(model, lambda m, inputs: m.likelihood.energy(m.output_of(inputs))), torch.zeros(())
-    with evaluation_mode(model), torch.no_grad():
+    with borrowed(model), torch.no_grad():
         for state, weight in zip(states_in_place(model, store), weights.tolist(), strict=True):
             found = [call.call(state, batch) for batch in batches]
             if any(own is None for own in found):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import is_shuffled
-from lightning_sgmcmc.chains.execution import evaluation_mode
+from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.diagnostics.joint import JointScore, dyadic_groups, joint_nll, nearest_groups, random_groups
@@ -40,11 +40,11 @@ class Densities:
 
 def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) -> Densities:
     """Return the log density of each datum by each sample; see `Posterior.log_likelihood`."""
-    batches = tensors_of(batches_of(data, store.columns, what), model, store)
+    batches = tensors_of(batches_of(data, store.columns, model, what), model, store)
     if not batches:
         raise ValueError(f"{what} needs data, and the loader has none: pass a loader with some batches")
     found, target, scaling = [], torch.empty(0), store.scaling
-    with evaluation_mode(model):
+    with borrowed(model):
         for state in states_in_place(model, store):
             _, density, own = evaluate(model, state, batches)
             if density.dim() != 1:
@@ -120,7 +120,7 @@ def evaluate_samples(
     user = UserMetrics(metrics)
     user.check(model)
     store, log_weights = posterior.store, posterior.log_weights.tolist()
-    given = batches_of(data, store.columns, "evaluate")
+    given = batches_of(data, store.columns, model, "evaluate")
     if group is not None and is_shuffled(given):
         raise ValueError(
             "group has the labels in the data's order, and the loader shuffles: pass a loader in a fixed order "
@@ -131,7 +131,7 @@ def evaluate_samples(
     batches = tensors_of(given, model, store)
     scaling, average = store.scaling or TargetScaling(), LoaderAverage("uniform", user)
     observed: Tensor | None = None
-    with evaluation_mode(model):
+    with borrowed(model):
         for record, log_weight, state in zip(store.records, log_weights, states_in_place(model, store), strict=True):
             scores = evaluate(model, state, batches)
             target = scores[2]

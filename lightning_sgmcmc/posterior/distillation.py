@@ -11,8 +11,10 @@ from scipy import optimize
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, as_tensors, batches_in, called, inputs_of, unwrapped
+from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
+from lightning_sgmcmc.evaluation.scoring import HOOKS, is_overridden
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import batches_of, tensors_of
@@ -87,15 +89,11 @@ class Student(nn.Module):
         Raises:
             ValueError: if there are no inputs.
         """
-        training, first = self.training, next(self.parameters())
-        self.eval()
-        try:
-            arguments, found = arguments_of_network(self.net), []
+        first, arguments, found = next(self.parameters()), arguments_of_network(self.net), []
+        with borrowed(self):
             for batch in batches_in(x, arguments):
                 inputs = as_tensors(inputs_of(batch, arguments), first.device, first.dtype, self.columns)
                 found.append(self._prediction(self.output_of(inputs)))
-        finally:
-            self.train(training)
         if not found:
             raise ValueError("x has no inputs to predict")
         names = found[0].parts
@@ -207,6 +205,9 @@ class Distillation(pl.LightningModule):
         self.lr = lr
         self.epistemic_weight = epistemic_weight
         self._is_known = False
+        for name in HOOKS:
+            if is_overridden(name, posterior.model):
+                setattr(self, name, getattr(posterior.model, name))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)
@@ -334,7 +335,7 @@ def compress(
             "compress one chain's samples, or posterior.resample() first"
         )
     weights = posterior.weights
-    batches = tensors_of(batches_of(data, store.columns, "compress"), model, store)
+    batches = tensors_of(batches_of(data, store.columns, model, "compress"), model, store)
     logs = log_densities(model, store, batches, "compress").values
     if logs.shape[1] < 2 * FEW:
         rank_zero_warn(f"compress chooses on {logs.shape[1]} data, which is mostly chance: pass {2 * FEW} at least")

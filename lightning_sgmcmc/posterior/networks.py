@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
-from lightning_sgmcmc.chains.execution import MASK_SEED, homes_of, network_state, state_of
+from lightning_sgmcmc.chains.execution import MASK_SEED, borrowed, homes_of, network_state, state_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
 from lightning_sgmcmc.files import check_regular, local_path
@@ -73,12 +74,14 @@ def plain_networks(
                 "these samples are dropout masks (MCDropout), and a plain network has none: use predict, or samples of "
                 "another callback"
             )
-        check_sample(sample, model)
-        with model.at_chain(0):
-            own = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
-            common = {name: tensor.to(device) for name, tensor in sample.shared.items() if name not in shared}
-            network = ForwardNetwork(model) if own_methods or "net" not in model._modules else model.net
-            yield _with_tensors(model, network, own, common, shared)
+        with borrowed(model):
+            check_sample(sample, model)
+            with model.at_chain(0):
+                own = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
+                common = {name: tensor.to(device) for name, tensor in sample.shared.items() if name not in shared}
+                network = ForwardNetwork(model) if own_methods or "net" not in model._modules else model.net
+                made = _with_tensors(model, network, own, common, shared)
+        yield made
 
 
 def _with_tensors(
@@ -90,8 +93,10 @@ def _with_tensors(
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return copies of a model's network and likelihood with the tensors of a sample."""
     own = state_of(model)
-    # No tensor is copied with the modules: each is replaced below.
-    parts: list[Any] = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})
+    # No tensor is copied with the modules: each is replaced below. What a forward pass left in them has a graph.
+    left = [leaf for part in network.modules() for leaf in pytree.tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
+    memo = {id(leaf): leaf.detach() for leaf in left if not leaf.is_leaf} | {id(t): t for t in own.values()}
+    parts: list[Any] = copy.deepcopy([network, model.likelihood], memo)
     names = {id(tensor): name for name, tensor in own.items()}
     weights = {id(own[expansion.factors[0]]): expansion.name for expansion in expansions_of(model)}
     made: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.evaluation.scoring import hooked
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
@@ -102,9 +103,8 @@ class Posterior(Decisions):
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
         path = pulled(str(path)) if str(path).startswith(SCHEME) else path
-        store = DiskStore(
-            samples_in(local_path(path, "path", "copy the folder to one first")), skip_damaged=skip_damaged
-        )
+        folder = samples_in(local_path(path, "path", "copy the folder to one first"))
+        store = DiskStore(folder, skip_damaged=skip_damaged)
         store.hold()
         posterior = cls(store)
         if model is None:
@@ -213,7 +213,8 @@ class Posterior(Decisions):
 
         Args:
             x: a data frame, a tensor or an array (n, …), a dict by the names of `forward`, or a tuple of all that it
-                needs; or batches (a loader) of these or as in training. Floats get the samples' dtype.
+                needs; or batches of these or as in training, in a list, or of a loader, whose batches pass the
+                module's batch hooks. Floats get the samples' dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
@@ -230,9 +231,9 @@ class Posterior(Decisions):
         model = self._ready_model()
         normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
         warn_of_order(x, "predictions")
-        x = list(x) if self.novelty is not None and (isinstance(x, Iterator) or is_shuffled(x)) else x  # read twice
-        self._ready = ready_samples(self._ready, self.store, model)
-        prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
+        x = list(hooked(x, model)) if self.novelty is not None and (isinstance(x, Iterator) or is_shuffled(x)) else x
+        ready = self._ready = ready_samples(self._ready, self.store, model)
+        prediction = average_predictions(ready, log_weights.tolist(), x, return_samples)
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         if self.novelty is not None and isinstance(prediction, ClassPrediction | MultiLabelPrediction):
             prediction = prediction.with_epistemic_of(self.novelty.predict(x))
@@ -266,7 +267,7 @@ class Posterior(Decisions):
 
     def _predictions(self, batches: Iterable[Any], return_samples: bool) -> Iterator[Prediction]:
         warn_of_order(batches, "predictions")
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(hooked(batches, self._ready_model())):
             if number == 1 and self._ready is not None and not self._ready.are_kept:
                 rank_zero_warn(
                     "predict_batches reads all samples from the store again for every batch, since they take more "
@@ -533,7 +534,7 @@ class Posterior(Decisions):
             a new posterior, in memory; this one is unchanged.
         """
         model = self._ready_model()
-        batches = batches if self.novelty is None else list(batches)
+        batches = batches if self.novelty is None else list(hooked(batches, model))
         found = Posterior(with_new_statistics(self.store, model, batches), model)
         found._novelty = None if self.novelty is None else self.novelty.update_batch_norm(batches)
         return found
@@ -594,7 +595,6 @@ class Posterior(Decisions):
         if len(self) == 0:
             raise RuntimeError("the posterior has no samples to predict with")
         if self.model is None:
-            why = f"predictions need the network, but {self._why_no_model}"
-            remedy = "" if "pass net=…" in why else "; use Posterior.load(path, net=…) or model=…"
-            raise RuntimeError(why + remedy)
+            remedy = "" if "pass net=…" in self._why_no_model else "; use Posterior.load(path, net=…) or model=…"
+            raise RuntimeError(f"predictions need the network, but {self._why_no_model}{remedy}")
         return self.model

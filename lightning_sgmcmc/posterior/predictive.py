@@ -29,8 +29,8 @@ from lightning_sgmcmc.chains.execution import (
     StatelessCall,
     States,
     TogetherCall,
+    borrowed,
     dtype_of,
-    evaluation_mode,
     grouped,
     network_state,
     runs_at_once,
@@ -40,7 +40,7 @@ from lightning_sgmcmc.chains.starts import Holder
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.drawn_networks import new_statistics
-from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, of_observed
+from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, hooked, of_observed
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.namespace import rank_zero_warn
@@ -183,11 +183,11 @@ def average_predictions(
 ) -> Prediction:
     """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`."""
     model, likelihood = samples.model, _likelihood_of(samples.model)
-    batches = batches_in(inputs, model.accepted_arguments)
+    batches = hooked(batches_in(inputs, model.accepted_arguments), model)
     averages: list[WeightedAverage] = []
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
-    with evaluation_mode(model), torch.no_grad(), samples.shared():
+    with borrowed(model), torch.no_grad(), samples.shared():
         for chunk in _chunks(_inputs_alone(batches, model), min(CHUNK, HOST_SHARE * free_memory())):
             part = [WeightedAverage() for _ in chunk]
             remaining = iter(log_weights)
@@ -308,7 +308,7 @@ def average_scores(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the likelihood's terms, averaged over samples, and the targets of batches on the model's device."""
     average, target = WeightedAverage(), torch.empty(0)
-    with evaluation_mode(model):
+    with borrowed(model):
         for state, log_weight in zip(states_in_place(model, samples), log_weights, strict=True):
             terms, _, found = of_observed(model, evaluate(model, state, batches))
             assert found is not None  # the model has a likelihood
@@ -322,10 +322,10 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     store = MemoryStore()
     store.columns = samples.columns
     device = next(model.parameters()).device
-    batches = list(batches) if isinstance(batches, Iterator) else batches  # read once for each sample
+    batches = list(batches) if isinstance(batches, Iterator) else hooked(batches, model)  # read once for each sample
     caller = StatelessCall(model, lambda m, x: m.output_of(x))
     holder = Holder(model)
-    with evaluation_mode(model):
+    with borrowed(model):
         for sample in samples:
             state = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
             inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters), samples.columns.inputs)
@@ -337,7 +337,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
 
 def network_inputs(model: EnergyModel, store: SampleStore, x: Any) -> Iterator[Any]:
     """Yield inputs batch by batch as the network receives them, from what `Posterior.predict` takes."""
-    inputs = _inputs_alone(batches_in(x, model.accepted_arguments), model)
+    inputs = _inputs_alone(hooked(batches_in(x, model.accepted_arguments), model), model)
     return _on(inputs, model.device, dtype_of(store[0].parameters), store.columns.inputs)
 
 

@@ -16,6 +16,7 @@ from lightning_sgmcmc.chains.execution import evaluation_mode
 from lightning_sgmcmc.chains.starts import LIKELIHOOD, frozen_parts
 from lightning_sgmcmc.checks import check_number
 from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, StreamDataModule
+from lightning_sgmcmc.evaluation.scoring import HOOKS, is_overridden
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
@@ -85,6 +86,12 @@ class FeatureDataModule(ArrayDataModule):
         if isinstance(data, StreamDataModule):
             raise TypeError(
                 "data of a StreamDataModule arrive during the run, so nothing is computed once: fit without"
+            )
+        hooks = [name for name in HOOKS if is_overridden(name, module)]
+        if hooks:
+            raise ValueError(
+                f"{type(module).__name__}.{hooks[0]} changes batches, and would get features in the fit: move it to a "
+                "datamodule, or into the network"
             )
         check_number("max_gb", max_gb, optional=False)
         known = getattr(data, "batch_size", None) or getattr(getattr(data, "hparams", None), "batch_size", None)

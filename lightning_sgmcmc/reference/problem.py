@@ -22,6 +22,7 @@ from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.datamodules.base import TensorBatches, evaluation_loader
 from lightning_sgmcmc.evaluation.passes import differs_in_training, indices_of, plain_data
+from lightning_sgmcmc.evaluation.scoring import through_hooks
 from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
@@ -41,11 +42,6 @@ from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tables import Columns
 from lightning_sgmcmc.tensors import widest, widest_dtype
-
-is_overridden = pl.utilities.model_helpers.is_overridden
-
-HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Lightning's hooks of a batch, of the datamodule if it defines them and else of the module."""
 
 
 def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
@@ -102,10 +98,7 @@ def _in_order(loader: Any, dataset: Any, batch_size: int) -> Any:
 
 def _moved(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None) -> Any:
     """Return a batch on the model's device, in its dtype, through the user's hooks."""
-    for name in HOOKS:
-        of_data = datamodule is not None and is_overridden(name, datamodule)
-        hook = getattr(datamodule if of_data else model, name)
-        batch = hook(batch, model.device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
+    batch = through_hooks(batch, model, datamodule)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def converted(leaf: Any) -> Any:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
-from lightning_sgmcmc.chains.execution import States, TogetherCall, evaluation_mode
+from lightning_sgmcmc.chains.execution import States, TogetherCall, borrowed
 from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.diagnostics.draws import ChainGrid
+from lightning_sgmcmc.evaluation.scoring import hooked
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.singular.estimate import Covariance, covariance
@@ -45,8 +46,8 @@ def sample_losses(
     states = States([{name: tensor.to(device) for name, tensor in (one.state | fixed).items()} for one in samples])
     call = TogetherCall(model, _losses)
     found: list[Tensor] = []
-    with evaluation_mode(model), torch.no_grad():
-        for batch in batches:
+    with borrowed(model), torch.no_grad():
+        for batch in hooked(batches, model):
             moved = as_tensors(batch, device, states.dtype)
             found.append(torch.stack([loss.cpu().double() for loss in call(states, moved)]))
     if not found:

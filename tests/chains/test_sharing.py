@@ -145,10 +145,17 @@ def test_processes_have_the_first_ones_frozen_part(tmp_path: Path) -> None:
 def test_dropout_of_frozen_parts_by_choice(tmp_path: Path) -> None:
     x, y = inputs()
     for dropout in (False, True):
-        model = fit(classifier(), tmp_path / str(dropout), x, y, sampled=["net.1.*"], frozen_dropout=dropout)
-        layers = dict(model.net[0].named_children())  # type: ignore[union-attr]
-        assert [layers[name].training for name in ("1", "3")] == [False, dropout]
-        assert model.net[1].training
+        net, modes = classifier(), set()
+        layers: Any = [*net[0].children()]
+        parts = layers[1], layers[3], net[1]
+        net.register_forward_pre_hook(
+            lambda net, x, parts=parts, modes=modes: (
+                modes.add(tuple(p.training for p in parts)) if net.training else None
+            )
+        )
+        fit(net, tmp_path / str(dropout), x, y, sampled=["net.1.*"], frozen_dropout=dropout)
+        assert modes == {(False, dropout, True)}
+        assert all(part.training for part in parts)
 
 
 def test_parts_and_names() -> None:

@@ -6,6 +6,7 @@ Those of callbacks and of the module's parts are in `tests/callbacks/test_misuse
 import functools
 import math
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_sgmcmc import (
     SGLD,
     SGNHT,
     Annealing,
+    BayesianModule,
     Bernoulli,
     Gaussian,
     GaussianPrior,
@@ -267,6 +269,34 @@ def test_a_shuffled_validation_loader_is_refused_before_the_first_step() -> None
     with pytest.raises(ValueError, match=r"the validation loader shuffles, so predictions .* shuffle=False"):
         fit(model, BayesianModelAverage(), val=loader(shuffle=True))
     assert model.sampler.step_count == 0
+
+
+def test_a_test_without_a_callback_that_evaluates_says_so() -> None:
+    model = module()
+    fit(model, SampleCollector(in_memory=True))
+    for callbacks in ([], [BayesianModelAverage()]):
+        trainer = quiet_trainer(callbacks=callbacks)
+        for test in (trainer.test, trainer.validate):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                (metrics,) = test(model, loader(), verbose=False)
+            said = any(str(one.message).startswith("No metrics: ") for one in caught)
+            assert said == (not metrics) == (not callbacks)
+
+
+def test_parts_of_chains_that_have_begun_are_not_replaced() -> None:
+    model = module(num_chains=2)
+    fit(model, SampleCollector(in_memory=True))
+    for name, part in (("net", nn.Linear(3, 1)), ("likelihood", Gaussian(0.3))):
+        with pytest.raises(ValueError, match=rf"{name}: this module's 2 chains have begun"):
+            setattr(model, name, part)
+    model.metric = nn.Identity()
+    fit(model, SampleCollector(in_memory=True))
+
+
+def test_chains_without_a_network() -> None:
+    with pytest.raises(ValueError, match=r"no layers to start chains of: pass net=…, also in load_from_checkpoint"):
+        fit(BayesianModule(likelihood=Gaussian(0.3), lr=0.01, num_chains=2))
 
 
 # -- networks and data ------------------------------------------------------------------------------------------------

@@ -129,6 +129,29 @@ def test_stacked_chains_after_a_fit() -> None:
     assert {name: tuple(p.shape) for name, p in first.named_parameters()}["0.weight"] == (4, 2)
 
 
+def test_what_a_training_step_left_in_the_network_is_no_obstacle() -> None:
+    """A network that keeps an activation, as torch's old weight_norm does, holds a graph after a fit."""
+
+    class Keeping(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = [x := super().forward(x)]
+            return x
+
+    torch.manual_seed(0)
+    module = BayesianModule(Keeping(nn.Linear(3, 2)), Categorical(), lr=0.01, num_chains=2)
+    trainer = quiet_trainer(
+        callbacks=[SamplingSchedule(1, every_n_steps=1), SampleCollector(in_memory=True)], max_steps=4
+    )
+    trainer.fit(module, DataLoader([(torch.ones(3), 0), (-torch.ones(3), 1)], 2))
+    assert module.posterior is not None
+    assert module.net.hidden[0].requires_grad
+    x, weights = torch.randn(5, 3), module.posterior.weights.float()
+    average = torch.stack([network(x).softmax(1) for network in module.posterior.networks()])
+    whole = module.posterior.ensemble()(x)
+    torch.testing.assert_close(torch.einsum("s,snk->nk", weights, average).detach(), whole.detach())
+    torch.testing.assert_close(whole.detach(), module.posterior.predict(x).probabilities)
+
+
 def test_dropout_masks_are_refused() -> None:
     module = classifier()
     twin = next(states(module))
