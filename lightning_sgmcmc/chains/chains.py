@@ -127,6 +127,8 @@ class Chains:
         """The buffers that these ranks share at every step."""
         self.traces = False
         """Whether a fit's energies and their gradient are computed by traced operations, see `ChainEnergies.traced`."""
+        self.has_diverged = False
+        """Whether the last fit ended by an energy or a number of the state that is not finite."""
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:

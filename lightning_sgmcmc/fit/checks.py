@@ -73,6 +73,8 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"overfit_batches={repeated_batches(trainer):g} repeats a few batches, whereas N counts all training "
             "data: use a smaller data set, or fast_dev_run"
         )
+    if trainer.limit_train_batches == 0:
+        raise ValueError("limit_train_batches=0 leaves no data to train with: pass a number above 0, or omit it")
     if trainer.gradient_clip_val:
         rank_zero_warn(
             f"gradient_clip_val={trainer.gradient_clip_val} bounds the drift of the chain: where it acts, the samples "

@@ -75,6 +75,8 @@ NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 SMALLER_STEP = "use a smaller lr, or clip the gradients (`sgmcmc tune` finds an lr)"
 SMALLER_WARM_START = "use a smaller WarmStart(lr=…), or clip the gradients"
 
+FEW = 20
+"""Steps of a fit whose failure is laid on its start, if the last one diverged."""
 SCALER_LIMIT = 200
 """Steps that a loss scaler may skip in a row: from any scale it reaches the smallest number earlier."""
 
@@ -179,6 +181,7 @@ class EnergyGuard:
 
     def _failure(self, what: str, advice: str, step: int, chain: int, energy: float) -> NonFiniteEnergyError:
         message = f"{what}; {describe_checkpoint(self._trainer)}; {advice}"
+        self._chains.has_diverged = True
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def finish(self) -> None:
@@ -188,6 +191,7 @@ class EnergyGuard:
             if bad is not None:
                 self._stop_late(*bad)
         self.check_state("the run cannot end well")
+        self._chains.has_diverged = False
         skipped = self._chains.counters.skipped_steps
         if skipped:
             rank_zero_warn(
@@ -269,10 +273,13 @@ class EnergyGuard:
             f"parameters in memory are lost, but not samples and checkpoints: {describe_checkpoint(self._trainer)}; "
             f"{self._smaller_step}, or pass nonfinite_energy='skip'"
         )
+        self._chains.has_diverged = True
         raise NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     @property
     def _smaller_step(self) -> str:
+        if self._chains.has_diverged and self._sampler.step_count < FEW and not self._trainer.ckpt_path:
+            return "create the module again, since it begins where its last fit diverged"
         return SMALLER_STEP if self._chains.progress.warm_lr is None else SMALLER_WARM_START
 
     def _controls(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, NonFiniteEnergyError, Posterior
+from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Gaussian, NonFiniteEnergyError, Posterior
 from lightning_sgmcmc.callbacks import RunSummary, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.fit.guard import DeferredCheck
 from lightning_sgmcmc.tensors import all_finite, bad_tensor
@@ -131,6 +131,18 @@ def test_a_step_size_that_is_too_large(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.ckpt"):
         state = torch.load(path, weights_only=True)["state_dict"]
         assert all_finite(list(state.values())), path
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_module_that_diverged_is_to_be_created_again(chains: int) -> None:
+    """A smaller step does not help where it begins."""
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    model = BayesianModule(nn.Linear(2, 1), Gaussian(0.1), lr=10.0, num_chains=chains, seed=0)
+    data = DataLoader(TensorDataset(x, x[:, :1]), batch_size=20)
+    for lr, remedy in ((10.0, "use a smaller lr"), (1e-5, "create the module again")):
+        model.lr = lr
+        with pytest.raises(NonFiniteEnergyError, match=remedy):
+            quiet_trainer(max_epochs=100, callbacks=[SamplingSchedule(every_n_steps=5)]).fit(model, data)
 
 
 def test_without_checkpoints_it_says_so() -> None:
