@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
@@ -40,7 +41,7 @@ from lightning_sgmcmc.fit.results import (
 )
 from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.namespace import pl, rank_zero_info
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -295,8 +296,8 @@ class PredictionWriter(BasePredictionWriter):
     """Writes the posterior predictive of `trainer.predict` to `predictions.safetensors` in the run's folder.
 
     It holds one tensor per part of the `Prediction` (`probabilities`, `entropy`, …), with the data along the first axis
-    in the order of the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, with the
-    data's positions in `index`. Earlier predictions in the folder are kept as `predictions-1.safetensors`, ….
+    in the order of the loader. Rank 0 writes those of all ranks, each datum's once. Earlier predictions in the folder
+    are kept as `predictions-1.safetensors`, ….
 
     Of a datamodule that names its rows, as `TableDataModule` does, `predictions.csv` has a line for each datum: the
     row's name in the table, in `row`, and the columns of `Prediction.to_pandas`.
@@ -323,36 +324,66 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         folder = run_folder(trainer)
         parts = [p for p in tree_leaves(predictions) if isinstance(p, Prediction)]
-        if not parts:
-            return
         tensors = {}
-        for part in parts[0].parts:
+        for part in parts[0].parts if parts else ():
             axis = 1 if part.startswith(ON_REQUEST) else 0
             tensors[part] = torch.cat([p.parts[part] for p in parts], axis).cpu().contiguous()
-        name = "predictions.safetensors"
+        rows, is_table = _row_names(trainer), all(part.dim() <= 2 for part in tensors.values())
+        table = _table(parts) if rows is not None and is_table and parts else None
         if trainer.world_size > 1:
-            tensors["index"] = torch.tensor(tree_leaves(batch_indices))
-            name = f"predictions-rank-{trainer.global_rank}.safetensors"
+            tensors, table = _in_order(trainer, tensors, table, batch_indices)
+        if not tensors or not trainer.is_global_zero:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        if is_regular(folder / name):
-            (folder / name).rename(free_name(folder / name))
-        with replacing(folder / name) as temporary:
+        path = folder / "predictions.safetensors"
+        if is_regular(path):
+            path.rename(free_name(path))
+        with replacing(path) as temporary:
             save_file(tensors, temporary)
-        rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
-        rows, is_table = _row_names(trainer), all(part.dim() <= 2 for part in parts[0].parts.values())
-        if rows is not None and is_table and trainer.world_size == 1 and find_spec("pandas") is not None:
-            self._write_table(folder / "predictions.csv", parts, rows)
-
-    @staticmethod
-    def _write_table(path: Path, parts: Sequence[Prediction], rows: Any) -> None:
-        """Write predictions as a table of text, in which rows are found by their names."""
-        import pandas
-
-        table = pandas.concat([part.to_pandas() for part in parts], ignore_index=True)
+        rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {path}")
+        if table is None:
+            return
         table.insert(0, "row", rows[: len(table)])
+        path = folder / "predictions.csv"
         if is_regular(path):
             path.rename(free_name(path))
         write_output(path, table.to_csv(index=False).encode())
+
+
+def _table(parts: Sequence[Prediction]) -> Any:
+    """Return predictions as a data frame, None without pandas."""
+    if find_spec("pandas") is None:
+        return None
+    import pandas
+
+    return pandas.concat([part.to_pandas() for part in parts], ignore_index=True)
+
+
+def _in_order(
+    trainer: pl.Trainer, tensors: dict[str, Tensor], table: Any, batch_indices: Sequence[Any]
+) -> tuple[dict[str, Tensor], Any]:
+    """Return the predictions of all ranks on rank 0, each datum's once and in the order of the loader, else nothing."""
+    places = [(loader, i) for loader, found in enumerate(batch_indices) for batch in found for i in batch]
+    everyone: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+    torch.distributed.gather_object((tensors, table, places), everyone)
+    ranks = [rank for rank in everyone or () if rank[0]]
+    if not ranks:
+        return {}, None
+    whole = {}
+    for part in ranks[0][0]:
+        whole[part] = torch.cat([own[part] for own, *_ in ranks], 1 if part.startswith(ON_REQUEST) else 0)
+    rows = {place: row for row, place in enumerate(place for *_, own in ranks for place in own)}
+    if not rows:
+        rank_zero_warn("The loader's data have no positions, so the predictions are those of rank 0, then of rank 1, …")
+        rows = {(0, row): row for row in range(sum(len(next(iter(own.values()))) for own, *_ in ranks))}
+    order = [rows[place] for place in sorted(rows)]
+    for part, tensor in whole.items():
+        whole[part] = tensor[:, order] if part.startswith(ON_REQUEST) else tensor[order]
+    if table is not None:
+        import pandas
+
+        table = pandas.concat([own for _, own, _ in ranks]).iloc[order]
+    return whole, table
 
 
 def _row_names(trainer: pl.Trainer) -> Any:

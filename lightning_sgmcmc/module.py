@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.batches.rows import resolve_num_data
+from lightning_sgmcmc.batches.loader import flat_loaders
+from lightning_sgmcmc.batches.rows import repetition, resolve_num_data
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, check_step_size, sampler_of
 from lightning_sgmcmc.chains.energies import Execution
 from lightning_sgmcmc.chains.execution import state_of
@@ -317,13 +318,13 @@ class BayesianModule(ChainModel):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `val/nll`."""
-        self._log_nll(batch, batch_idx, "val")
+        self._log_nll(batch, batch_idx, dataloader_idx, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
-        self._log_nll(batch, batch_idx, "test")
+        self._log_nll(batch, batch_idx, dataloader_idx, "test")
 
-    def _log_nll(self, batch: Any, batch_idx: int, stage: str) -> None:
+    def _log_nll(self, batch: Any, batch_idx: int, dataloader_idx: int, stage: str) -> None:
         in_fit = self.trainer.state.fn == "fit"
         if not in_fit and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples are evaluated, not the chain's last state
@@ -334,8 +335,18 @@ class BayesianModule(ChainModel):
             with self.at_chain(chain):
                 rows.append(self.log_likelihood(batch))
         each = torch.stack(rows)
+        size = each.shape[1]
+        repeated, ratio = None, 1.0
+        if not self.trainer.training:
+            loop = "test" if self.trainer.testing else "val"  # a test_step may call validation_step
+            loader = flat_loaders(getattr(self.trainer, f"{loop}_dataloaders"))[dataloader_idx]
+            limit = getattr(self.trainer, f"num_{loop}_batches")[dataloader_idx]
+            repeated, ratio = repetition(loader, batch_idx, limit)
+        each = each[:, :-1] if size == repeated else each
         self.chains.observed.validation.add(each)
-        self.log(f"{stage}/nll", -each.mean(), batch_size=each.shape[1], sync_dist=True)
+        # The sizes that Lightning averages over ranks are integers, so these stay equal.
+        mean = each.sum() / (self.num_chains * size) * ratio
+        self.log(f"{stage}/nll", -mean, batch_size=size, sync_dist=True)
 
     def on_predict_start(self) -> None:
         """Read the samples into memory, once for all batches.

@@ -321,10 +321,16 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
     elif isinstance(loader.sampler, torch_data.BatchSampler):  # the data set returns whole batches of indices
         rows = _drawn_in_batches(loader.sampler, dataset)
     else:
+        source = "with batch_size=None an item of the training data set is a batch"
+        if isinstance(loader.sampler, DistributedSampler):
+            source += (
+                ", and with several processes Lightning replaces batch_sampler=BatchSampler(…) by batch_size=None, so "
+                "give the loader batch_size= and sampler= instead"
+            )
         return TrainingRows(
             dataset=dataset,
             indices=_drawn_by(loader.sampler, dataset).indices,
-            source="with batch_size=None an item of the training data set is a batch",
+            source=source,
             collate_fn=collate_fn,
             whole=True,
             loading=_loading(loader),
@@ -394,6 +400,19 @@ def _drawn_by(sampler: Any, dataset: Any) -> TrainingRows:
             "predicted probabilities (or put weights into log_likelihood)"
         )
     return _judged(sampler, _epoch_of(sampler, dataset), dataset)
+
+
+def repetition(loader: Any, batch_idx: int, limit: float) -> tuple[int | None, float]:
+    """Return the rows of this rank's batch if its last one is there only to make the ranks' shares equally long, else
+    None, and all ranks' rows over the data in them, of a loader of which `limit` batches are used."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or loader.batch_size is None or limit < len(loader):
+        return None, 1.0
+    dataset: Any = sampler.dataset
+    count, own = len(dataset), len(sampler)
+    is_last = batch_idx == len(loader) - 1 and (own - 1) * sampler.num_replicas + sampler.rank >= count
+    ratio = own * sampler.num_replicas / count
+    return own - batch_idx * loader.batch_size if is_last else None, ratio
 
 
 def _judged(sampler: Any, drawn: Sequence[int] | None, dataset: Any) -> TrainingRows:

@@ -25,6 +25,7 @@ from lightning_sgmcmc.chains.stacked import (
     StackedChains,
     check_free,
     check_hooks,
+    check_num_chains,
     clip_each_chain,
     explained,
     prepare_layers,
@@ -190,7 +191,9 @@ class Chains:
         return self.seeds.seed
 
     def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return whether a state dict holds stacked chains while this object's are not stacked yet."""
+        """Return whether a state dict holds stacked chains while this object's are not stacked yet; raise for another
+        number of chains."""
+        check_num_chains(self.model, state_dict, self.num_chains, self.stacked is not None)
         if self.stacked is not None:
             self.sharing.check_state(state_dict)
         if self.num_chains == 1 or self.stacked is not None:

@@ -287,7 +287,10 @@ def log_values(trainer: pl.Trainer, part: str, known: Mapping[str, Any]) -> None
     values = {f"{part}.{name}": value for name, value in known.items()}
     for logger in trainer.loggers:
         if not isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(values)
+            fixed: Mapping[str, Any] = {}
+            if isinstance(logger, pl.loggers.MLFlowLogger) and trainer.is_global_zero:  # a run that is continued
+                fixed = logger.experiment.get_run(logger.run_id).data.params
+            logger.log_hyperparams({name: value for name, value in values.items() if name not in fixed})
             continue
         if logger.hparams:  # TensorBoard keeps a run's first ones
             logger.hparams.update(values)

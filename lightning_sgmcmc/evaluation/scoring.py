@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_sgmcmc.batches.inputs import digest
 from lightning_sgmcmc.batches.loader import with_few_lengths
 from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, borrowed
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
@@ -299,9 +300,23 @@ def scores_on(
     """Return the scores of each sample, of tensors on the module's device, on a loader's data, of all ranks; of the
     first samples alone, and at least one, if those of all would be larger than `LARGEST_SCORES`."""
     share = share_of(trainer, loader, limit, dataloader_idx)
-    of_share = scorer(states, share.batches(trainer, module), share.fitting)
+    batches, digests = share.batches(trainer, module), list[int]()
+    if share.replicas == 0 and trainer.world_size > 1:
+        batches = _seen(batches, digests)
+    of_share = scorer(states, batches, share.fitting)
+    if digests:
+        first, *others = gather_all_tensors(torch.tensor(digests, device=of_share[0][1].device))
+        if all(torch.equal(first, other) for other in others):
+            return of_share  # every rank reads all data (use_distributed_sampler=False), so each datum counts once
     whole: list[Scores] = pytree.tree_map_only(Tensor, share.whole, of_share)
     return whole
+
+
+def _seen(batches: Iterable[Any], digests: list[int]) -> Iterator[Any]:
+    """Yield batches, and add the digest of each to a list."""
+    for batch in batches:
+        digests.append(digest(batch))
+        yield batch
 
 
 def in_host_memory(tree: Tree) -> Tree:

@@ -1,7 +1,6 @@
 """Checks of the trainer's settings before the first step, what early stopping may watch, and data that grow."""
 
 import math
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sgmcmc.batches.inputs import leaves_of
+from lightning_sgmcmc.batches.inputs import digest
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import TrainingRows, repetitions, resolve_num_data, stream_of, training_rows
@@ -132,6 +131,13 @@ def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise ValueError(
             "a loss scaler skips steps of one process's chains, so the chains' schedules diverge: use "
             "precision='bf16-mixed' for chains on several processes"
+        )
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    pools = getattr(trainer.strategy, "_layer_sync", None) is not None
+    if pools and chains_of(module).num_chains > 1 and any(isinstance(part, batch_norm) for part in module.modules()):
+        raise ValueError(
+            "sync_batchnorm=True pools the statistics of one network, and each process has several chains: leave it "
+            "out, or take num_chains=1"
         )
     if is_per_chain(getattr(module, "lr", None)) and instances_of(trainer, LearningRateMonitor):
         raise ValueError("LearningRateMonitor logs one number, but lr has one per chain: remove it")
@@ -528,7 +534,7 @@ class StreamShares:
         if self._left == 0:
             return
         self._left -= 1
-        own = _digest(batch)
+        own = digest(batch)
         if self._first is None:
             self._first = own
             self._compare_ranks(own)
@@ -554,15 +560,3 @@ class StreamShares:
             f"{what} of the stream, so it is not divided and data would count several times: let its __iter__ yield a "
             f"part of the data ({by})"
         )
-
-
-def _digest(batch: Any) -> int:
-    """Return a number that tells batches apart."""
-    found = 0
-    for leaf in leaves_of(batch):
-        if isinstance(leaf, Tensor):
-            content = leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-        else:
-            content = repr(leaf).encode()
-        found = zlib.crc32(content, found)
-    return found

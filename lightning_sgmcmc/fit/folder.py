@@ -11,7 +11,12 @@ from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 def folder_of_runs(trainer: pl.Trainer) -> Path:
     """Return the folder that holds the folders of this trainer's runs."""
-    logger, folder = next(iter(trainer.loggers), None), run_folder(trainer)
+    logger = next(iter(trainer.loggers), None)
+    if isinstance(logger, pl.loggers.MLFlowLogger) and logger._run_id is None:  # its name would begin a run
+        known = logger._mlflow_client.get_experiment_by_name(logger._experiment_name)
+        name = logger._experiment_name if known is None else known.experiment_id
+        return Path.cwd() / (logger.save_dir or trainer.default_root_dir) / name
+    folder = run_folder(trainer)
     # W&B's folder of a run is named by the run, which has no name before it begins.
     is_unnamed = isinstance(logger, pl.loggers.WandbLogger) and logger.version is None
     return folder if is_unnamed else folder.parent
@@ -74,6 +79,8 @@ def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.WandbLogger):
             logger._id = logger._wandb_init["id"] = folder.name  # W&B goes on with the run of this name
+        if isinstance(logger, pl.loggers.MLFlowLogger):
+            logger._run_id = folder.name
     metrics = folder / "metrics.csv"  # Lightning's CSVLogger overwrites its file
     if trainer.is_global_zero and metrics.exists():
         metrics.rename(free_name(metrics))

@@ -3,11 +3,14 @@
 import inspect
 import os
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
 from shutil import get_terminal_size
 from typing import Any
 
 from rich.table import Column
+from rich.text import Text
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.state import ObservedEnergy, Stage
@@ -99,6 +102,8 @@ class SamplingProgress(pl.Callback):
     def _begin(self) -> None:
         self._shown: dict[str, Any] = {}
         self._next_reading = 0.0
+        self._readings: deque[tuple[float, int]] = deque(maxlen=8)
+        """Times of the last readings, and batches so far."""
         self._is_wide = get_terminal_size().columns >= WIDE
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -108,11 +113,13 @@ class SamplingProgress(pl.Callback):
         self._begin()
         _restore(bar)  # after an earlier, interrupted fit
         _omit_unlimited_epochs(trainer, bar)
+        self._show_speed(bar)
         own_items = bar.get_metrics
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
             now = time.monotonic()
             if now >= self._next_reading or trainer.is_last_batch:
+                self._readings.append((now, trainer.fit_loop.total_batch_idx))
                 _keep_on_one_line(bar)
                 own, others = self.items(trainer, pl_module), own_items(trainer, pl_module)
                 others.pop("v_num", None)
@@ -129,6 +136,28 @@ class SamplingProgress(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
+
+    def _show_speed(self, bar: Any) -> None:
+        """Let a Rich bar show the batches of the run in a second: its own count those that it saw of an epoch, and most
+        epochs have none."""
+        configure = getattr(bar, "configure_columns", None)  # of Rich
+        if configure is None:
+            return
+
+        def columns(trainer: pl.Trainer) -> list[Any]:
+            found: list[Any] = configure(trainer)
+            for column in found:
+                if type(column).__name__ == "ProcessingSpeedColumn":
+                    column.render = partial(self._speed, bar, column, column.render)
+            return found
+
+        bar.configure_columns = columns
+
+    def _speed(self, bar: Any, column: Any, own: Callable[[Any], Any], task: Any) -> Any:
+        if task.id != bar.train_progress_bar_id or len(self._readings) < 2:
+            return own(task)
+        (begun, first), (now, last) = self._readings[0], self._readings[-1]
+        return Text(f"{(last - first) / max(now - begun, 1e-9):.2f}it/s", style=column.style)
 
     def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         """Return the progress bar's entries for the current step; NLL and temperature are means over chains."""
@@ -164,7 +193,7 @@ def _validation_nll(trainer: pl.Trainer, module: pl.LightningModule) -> float | 
 
 
 def _restore(bar: Any) -> None:
-    for name in ("get_metrics", "_get_train_description"):
+    for name in ("get_metrics", "_get_train_description", "configure_columns"):
         bar.__dict__.pop(name, None)
 
 

@@ -251,7 +251,8 @@ def _without_problem(health: HealthReport | None, kind: str | None, is_optimized
         rhat = health.run.rhat
         mixed = "" if rhat is None or not math.isfinite(rhat) else f" (R-hat of the predictions {rhat:.2f})"
         says = f"{article[:1].upper()}{article[1:]}, for prediction: not checked for convergence{mixed}."
-        return says, "predict with these samples; where you need the posterior itself, sample at temperature 1"
+        change = "sample at temperature 1" if health.temperature < 1 else "sample longer (`sgmcmc plan` says how long)"
+        return says, f"predict with these samples; where you need the posterior itself, {change}"
     if health.verdict == "unknown":
         says = "Unknown: the temperatures were not measurable in this run."
         return says, "sample longer, since too few steps were observed for a verdict"

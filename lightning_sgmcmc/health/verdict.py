@@ -212,9 +212,9 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
     if reached is None and planned is not None and planned < LEAST_RELAXATION_TIMES:
         return COLD, f"a sampling stage covers {planned:.2g} of {WANTED:g} required relaxation times"
-    if reached is None:
+    if reached is None and tau >= 1:
         return None, "its temperatures were not measurable in this run"
-    if reached < COLD_BELOW * tau:
+    if reached is not None and reached < COLD_BELOW * tau:
         times = "" if measured is None else f", as after {measured:.2g} of {WANTED:g} required relaxation times"
         at = "near 0" if reached <= LEAST_SHARE * tau else f"{reached:.2g}"
         return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"

@@ -206,6 +206,8 @@ class OpenFiles:
     """Sample files that are held open, so that they can be read after another process has deleted them; a copy in this
     process shares them, and one in another process has none."""
 
+    _close = staticmethod(os.close)  # at the end of a program, modules may be gone before this
+
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
 
@@ -229,9 +231,8 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close all files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
+        while self._descriptors:
+            self._close(self._descriptors.popitem()[1])
 
     __del__ = close
 

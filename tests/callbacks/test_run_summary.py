@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import (
+    AutoSampling,
     BayesianModelAverage,
     ChainHealth,
     CyclicalSchedule,
@@ -26,6 +27,7 @@ from lightning_sgmcmc.callbacks import (
     recommended,
 )
 from lightning_sgmcmc.evaluation.sentences import NAMES
+from lightning_sgmcmc.health.report import advise
 from lightning_sgmcmc.report.page import write_report
 from tests.support.problems import classifier, loaders
 from tests.support.trainers import quiet_trainer
@@ -168,3 +170,26 @@ def test_a_plain_loader_with_an_odd_last_batch_resumes_within_an_epoch() -> None
 
     fit(2)
     assert fit(2, "odd/step=6.ckpt") == 8
+
+
+def test_samples_below_temperature_one_are_a_cold_ensemble_in_a_later_test_too() -> None:
+    """Also where the run was too short for its temperatures to be measured, and nothing is planned."""
+    train, val = loaders()
+    kept = [SampleCollector("sgmcmc/samples"), BayesianModelAverage(), RunSummary(show="none")]
+    quiet_trainer(max_epochs=20, callbacks=[AutoSampling(num_draws=5), ChainHealth(), *kept]).fit(
+        classifier(), train, val
+    )
+    quiet_trainer(callbacks=kept).test(classifier(), val)
+    found = results()
+    assert found["stage"] == "test"
+    assert (found["kind"], found["samples"]) == ("cold ensemble", "samples of a cold ensemble")
+
+
+def test_a_run_at_temperature_one_that_was_too_short_is_not_advised_to_sample_at_it() -> None:
+    module = classifier(lr=1e-4)
+    callbacks = [SamplingSchedule(every_n_epochs=1), SampleCollector(in_memory=True), ChainHealth()]
+    quiet_trainer(max_epochs=4, callbacks=callbacks).fit(module, loaders()[0])
+    health = module.health
+    assert health is not None
+    assert (health.kind, health.findings) == ("cold ensemble", ())
+    assert advise(health, health.kind).next.endswith("sample longer (`sgmcmc plan` says how long)")

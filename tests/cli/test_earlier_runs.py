@@ -109,3 +109,22 @@ def test_runs_that_weights_and_biases_names_are_found() -> None:
         assert (run / "samples/manifest.jsonl").read_text() == before
     finally:
         wandb.teardown()
+
+
+def test_a_run_of_mlflow_is_found_and_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
+    given = [*configured("MLFlowLogger", "experiment_name"), "--auto", "--resume"]
+    main(["fit", *given])
+    (experiment,) = (path for path in Path("runs").iterdir() if list(path.glob("*/samples")))
+    (run,) = (path.parent for path in experiment.glob("*/samples"))
+    draws = (run / "samples/manifest.jsonl").read_text()
+    main(["fit", *given, "--trainer.max_epochs=12"])
+    assert [path.parent for path in experiment.glob("*/samples")] == [run]
+    client = mlflow.MlflowClient(f"file:{Path('runs').resolve()}")
+    assert [found.info.run_id for found in client.search_runs([experiment.name])] == [run.name]
+    steps = [metric.step for metric in client.get_metric_history(run.name, "val/nll")]
+    assert len(steps) == len(set(steps)) == 12
+    assert (run / "samples/manifest.jsonl").read_text() != draws
+    main(["predict", *given[:2]])
+    assert (run / "predict/predictions.safetensors").exists()

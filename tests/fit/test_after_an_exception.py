@@ -105,7 +105,7 @@ def state_of(trainer: Any, before: list[threading.Thread]) -> dict[str, Any]:
         "threads": [thread.name for thread in threading.enumerate() if thread not in before and _runs_on(thread)],
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "profile": (sys.getprofile(), sys.gettrace()),
-        "bar": [name for name in vars(bar) if name in ("get_metrics", "_get_train_description")],
+        "bar": [name for name in vars(bar) if name in ("get_metrics", "_get_train_description", "configure_columns")],
         "profiler": type(trainer.profiler).__name__,
         "limits": (loop.max_steps, trainer.max_epochs, trainer.accumulate_grad_batches),
         "loop": "_broadcast_sigterm_tensor" in vars(loop),

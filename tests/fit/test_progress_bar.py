@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, S
 from lightning_sgmcmc.chains.state import ObservedEnergy
 from lightning_sgmcmc.fit import loggers as progress
 from lightning_sgmcmc.fit.loggers import SamplingProgress, mean_nll, short_number
+from tests.support import small_run
 from tests.support.problems import classifier, loaders
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer
@@ -217,3 +219,18 @@ def test_a_second_fit_begins_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_numbers_stay_short(value: float, text: str) -> None:
     assert short_number(value) == text
     assert len(text.lstrip("-")) <= 9
+
+
+def test_the_speed_is_that_of_the_run_where_epochs_are_not_seen() -> None:
+    """Rich knows the speed of what it is shown of an epoch, and a block of steps has many epochs."""
+    bar, file = rich_bar()
+    begun = time.monotonic()
+    trainer = quiet_trainer(
+        max_epochs=4000, enable_progress_bar=True, callbacks=[SamplingSchedule(every_n_epochs=1000), bar]
+    )
+    trainer.fit(small_run.module(), small_run.loader(shuffle=True))
+    speed = trainer.global_step / (time.monotonic() - begun)
+    found = [float(one) for one in re.findall(r"([0-9.]+)it/s", ANSI.sub("", file.getvalue()))]
+    late = found[len(found) // 2 :]
+    assert min(late) > speed / 5
+    assert max(late) < 20 * speed
