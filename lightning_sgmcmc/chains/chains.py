@@ -169,11 +169,6 @@ class Chains:
         if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)
-        if next(self.model.parameters(), None) is None:
-            raise ValueError(
-                f"{type(self.model).__name__} has no layers to start chains of: pass net=…, also in "
-                "load_from_checkpoint(path, net=…), or define layers"
-            )
         self._started = self.layout.chains
 
         def start(index: int) -> None:

@@ -41,16 +41,20 @@ def check_free(module: nn.Module) -> None:
 
 def check_num_chains(model: nn.Module, state_dict: Mapping[str, Any], num_chains: int, are_stacked: bool) -> None:
     """Raise ValueError if a state dict has another number of chains; that of one network is every chain's start."""
+    counts = set()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or not isinstance(state_dict.get(name), Tensor):
             continue
         own, found = parameter.shape[1:] if are_stacked else parameter.shape, state_dict[name].shape
         count = found[0] if len(found) > 0 and found[1:] == own else 1
-        if count != num_chains and (count > 1 or (found == own and are_stacked)):
-            raise ValueError(
-                f"the checkpoint has num_chains={count} in each process, and this module num_chains={num_chains}: pass "
-                f"num_chains={count}, or start a new run"
-            )
+        if count > 1 or (found == own and are_stacked):
+            counts.add(count)
+    if counts and num_chains not in counts:  # parameters that were not sampled there have one state for all
+        count = max(counts)
+        raise ValueError(
+            f"the checkpoint has num_chains={count} in each process, and this module num_chains={num_chains}: pass "
+            f"num_chains={count}, or start a new run"
+        )
 
 
 class StackedChains:

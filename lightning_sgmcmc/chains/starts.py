@@ -56,6 +56,11 @@ def start_chain(
     shared: frozenset[str] = frozenset(),
 ) -> None:
     """Write a chain's initial state to the tensors of a model with one chain's."""
+    if next(model.parameters(), None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no layers to start chains of: pass net=…, also in "
+            "load_from_checkpoint(path, net=…), or define layers"
+        )
     chain, total = layout.chains[index], layout.total_chains
     if not isinstance(start, str):
         if len(start) != total:
