@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +134,8 @@ class SampleWriter:
         self._path = None if dirpath is None else local_path(dirpath, "dirpath", "pass a local folder")
         self._store: SampleStore | None = None
         self._lock: StoreLock | None = None
+        self._is_replaced = False
+        """Whether a later writer of this process has taken the folder."""
         self._loss: Tensor | None = None
         """The sum of -log p(y|x,θ) over the step's data so far, then the mean that its gradient is of."""
         self._log_prior = torch.zeros(())
@@ -244,6 +247,11 @@ class SampleWriter:
     def _before(self, sampler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare a step; with a closure, its gradients come later."""
         self._coming = self.sampler.step_count + 1
+        if self._is_replaced:
+            raise RuntimeError(
+                f"a later SampleWriter of this process writes to {self._path}, so this one has ended: pass another "
+                "dirpath"
+            )
         if self._store is None:
             self._begin()
         else:
@@ -332,6 +340,11 @@ class SampleWriter:
         if self._path is None or not self._writes:
             self._store = MemoryStore(self._narrow)
             return
+        if (before := _WRITERS.get(self._path)) is not None:  # of a loop that an error ended, as a notebook's cell
+            before._is_replaced = True
+            if before._lock is not None:
+                before._lock.release()
+        _WRITERS[self._path] = self
         if earlier and (self._path / MANIFEST).exists():
             check_same_dtype(DiskStore(self._path), self._narrow)
             self._lock = continue_store(self._path, lambda store: [r for r in store.records if r.step <= earlier])
@@ -443,6 +456,10 @@ class SampleWriter:
                 f"A scheduler of the loop has set the step size from {first:.4g} to {lr:.4g}: if that is not meant, "
                 f"{remedy}."
             )
+
+
+_WRITERS: WeakValueDictionary[Path, SampleWriter] = WeakValueDictionary()
+"""The newest writer of each folder in this process."""
 
 
 def _sampler_in(optimizer: Any) -> Sampler:
