@@ -90,6 +90,9 @@ class SampleWriter:
         prediction = writer.posterior.predict(x)
     """
 
+    _is_replaced = False
+    """Whether a later writer of this process has taken the folder."""
+
     def __init__(
         self,
         net: nn.Module,
@@ -134,8 +137,6 @@ class SampleWriter:
         self._path = None if dirpath is None else local_path(dirpath, "dirpath", "pass a local folder")
         self._store: SampleStore | None = None
         self._lock: StoreLock | None = None
-        self._is_replaced = False
-        """Whether a later writer of this process has taken the folder."""
         self._loss: Tensor | None = None
         """The sum of -log p(y|x,θ) over the step's data so far, then the mean that its gradient is of."""
         self._log_prior = torch.zeros(())

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.samples import SampleRecord, comparable_log_weights
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.diagnostics.draws import ChainGrid, chain_diagnostics, import_arviz, normalised_weights
+from lightning_sgmcmc.diagnostics.draws import (
+    ChainGrid,
+    chain_diagnostics,
+    import_arviz,
+    normalised_weights,
+    weight_efficiency,
+)
 from lightning_sgmcmc.diagnostics.scores import classification_metrics, reliability
 from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.figures.evaluation import maps_figure, predictions_figure, reliability_figure
@@ -67,14 +73,25 @@ def to_inference_data(
     arviz = import_arviz()
     if len(store) == 0:
         raise ValueError("the store has no posterior samples to export")
-    grid = ChainGrid.of_chains([record.chain for record in store.records])
+    records = store.records
+    if len({(record.step, record.chain, record.draw) for record in records}) < len(records):
+        # `resample`'s: how often a chain occurs is its weight, which equal numbers of draws would undo
+        grid = ChainGrid([0], np.arange(len(records))[None], 0)
+    else:
+        grid = ChainGrid.of_chains([record.chain for record in records])
+    if (efficiency := weight_efficiency(comparable_log_weights(records))) < 1 - 1e-6:
+        warnings.warn(
+            f"these {len(records)} samples have weights (effective sample size {len(records) * efficiency:.3g}), and "
+            f"ArviZ weighs all draws alike: export posterior.resample({max(1000, len(records))}), or use "
+            "sample_stats.log_weight yourself",
+            stacklevel=2,
+        )
     if grid.dropped:
         warnings.warn(
             f"the chains have unequal numbers of draws, so {grid.dropped} of the {len(store)} samples, the oldest of "
             f"the longer chains, are dropped: {grid.draws} of each chain remain",
             stacklevel=2,
         )
-    records = store.records
     stats: dict[str, Any] = {
         "energy": [r.energy for r in records],
         "lp": [-r.energy for r in records],
