@@ -16,6 +16,7 @@ from lightning_sgmcmc.diagnostics.draws import chain_diagnostics
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import to_inference_data
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.singular import sample_losses
 
 CHAINS, DRAWS = 3, 6
 
@@ -112,6 +113,13 @@ def test_weights_reach_arviz_by_resampling() -> None:
     drawn = data["posterior"]["net.weight"].values
     assert drawn.shape[:2] == (1, 500)
     assert abs(drawn.mean() - 3.83) < 0.02
+    batches = [(torch.ones(1, 1), torch.zeros(1, 1))]
+    with pytest.warns(UserWarning, match="but all draws count alike here"):
+        sample_losses(posterior, batches)
+    resampled = posterior.resample(500)
+    losses = sample_losses(resampled, batches)
+    assert losses.shape == (1, 500, 1)
+    torch.testing.assert_close(losses[0], -resampled.log_likelihood(batches))
 
 
 def test_mistakes() -> None:
