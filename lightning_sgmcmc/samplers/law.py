@@ -58,14 +58,14 @@ class StepLaw:
 
             (1-a)²·v + 2·a·T,   stationary at T/(1 - a/2)
 
-        Where friction adapts it is the stationary one, which the thermostat holds.
+        Where friction adapts it is T, which the thermostat holds.
 
         Args:
             before: v, the variance before the step; None asks for the stationary variance.
         """
-        if self.thermal is None:
-            return None
-        if before is None or self.adapts:
+        if self.thermal is None or self.adapts:
+            return self.thermal
+        if before is None:
             return self.thermal / (1 - self.damping / 2)
         return (1 - self.damping) ** 2 * before + 2 * self.damping * self.thermal
 

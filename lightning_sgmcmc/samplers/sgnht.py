@@ -104,7 +104,7 @@ class SGNHT(Sampler):
             damping=self.thermostat(group).clone(),  # the step changes it in place
             force=group["lr"] * group["gradient_multiplier"],
             variance=self._noise_variance(group, friction),
-            thermal=self._thermal_variance(group),
+            thermal=self._thermal_variance(group) / (1 - self.thermostat(group) / 2),  # what the thermostat holds
             gradient_noise_factor=self._noise_factor(group) / friction,
             gradient_noise_allowance=math.inf,
             move="after",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, StepLaw, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, StepLaw, UnderdampedLangevin, pSGLD
 
 KAPPA = 1.7
 RULES = [
@@ -144,3 +144,11 @@ def test_a_thermostat_holds_the_temperature_of_positions(friction: float, heat: 
             squares.append(theta.detach().square().mean(1))
     ratio = num_data * torch.stack(squares).mean(0)
     assert abs(ratio.mean() - 1) < 0.015 + 4 * ratio.std() / chains**0.5
+
+
+def test_momenta_of_a_constant_length_have_the_temperature_as_variance() -> None:
+    """... and not that of a momentum with friction, which is larger by 1/(1 - a/2)."""
+    theta = nn.Parameter(torch.zeros(3))
+    sampler = MCLMC([theta], lr=0.1, num_data=10, temperature=0.7, friction=5.0)
+    law = sampler.law(sampler.param_groups[0])
+    assert law.momentum_variance() == law.momentum_variance(2.0) == 0.7
