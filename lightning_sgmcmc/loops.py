@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,9 @@ class SampleWriter:
             sampler.step()
         prediction = writer.posterior.predict(x)
     """
+
+    _is_replaced = False
+    """Whether a later writer of this process has taken the folder."""
 
     def __init__(
         self,
@@ -244,6 +248,11 @@ class SampleWriter:
     def _before(self, sampler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare a step; with a closure, its gradients come later."""
         self._coming = self.sampler.step_count + 1
+        if self._is_replaced:
+            raise RuntimeError(
+                f"a later SampleWriter of this process writes to {self._path}, so this one has ended: pass another "
+                "dirpath"
+            )
         if self._store is None:
             self._begin()
         else:
@@ -332,6 +341,11 @@ class SampleWriter:
         if self._path is None or not self._writes:
             self._store = MemoryStore(self._narrow)
             return
+        if (before := _WRITERS.get(self._path)) is not None:  # of a loop that an error ended, as a notebook's cell
+            before._is_replaced = True
+            if before._lock is not None:
+                before._lock.release()
+        _WRITERS[self._path] = self
         if earlier and (self._path / MANIFEST).exists():
             check_same_dtype(DiskStore(self._path), self._narrow)
             self._lock = continue_store(self._path, lambda store: [r for r in store.records if r.step <= earlier])
@@ -443,6 +457,10 @@ class SampleWriter:
                 f"A scheduler of the loop has set the step size from {first:.4g} to {lr:.4g}: if that is not meant, "
                 f"{remedy}."
             )
+
+
+_WRITERS: WeakValueDictionary[Path, SampleWriter] = WeakValueDictionary()
+"""The newest writer of each folder in this process."""
 
 
 def _sampler_in(optimizer: Any) -> Sampler:

@@ -237,6 +237,17 @@ def test_a_folder_has_the_samples_of_one_loop(tmp_path: Path) -> None:
     assert_samples_equal(Posterior.load(tmp_path / "samples-1"), Posterior.load(tmp_path / "samples"))
 
 
+def test_a_cell_that_is_run_again_after_an_interrupt_begins_anew(tmp_path: Path) -> None:
+    """The first writer is still in memory, as a notebook's last traceback holds it: it must not lock the folder, and
+    must not go on there."""
+    net, sampler, writer = parts(dirpath=tmp_path / "samples")
+    one_epoch(net, sampler, writer)
+    whole = plain(dirpath=tmp_path / "samples")
+    assert len(whole.posterior) == 4
+    with pytest.raises(RuntimeError, match=r"a later SampleWriter of this process writes to .*samples"):
+        one_epoch(net, sampler, writer)
+
+
 def test_a_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     saved: dict[str, Any] = {}
     net, sampler, writer = parts(dirpath=tmp_path / "samples")

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_choice, check_flag, check_number, check_positive, check_within
+from lightning_sgmcmc.checks import check_choice, check_flag, check_kind, check_number, check_positive, check_within
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.tensors import Control, exact
 
@@ -168,6 +168,7 @@ class Contour:
         rules: ζ, scheme, limits and so on.
 
     Raises:
+        TypeError: if an argument has another class.
         ValueError: if the floor of π is too large for the number of bins.
 
     Source: Deng et al. 2020 (CSGLD), eq. (5), (6), (10), (15), (57), appendix D.1; Deng et al. 2022 (ICSGLD), eq. (8).
@@ -177,6 +178,8 @@ class Contour:
     rules: ContourRules = field(default_factory=ContourRules)
 
     def __post_init__(self) -> None:
+        check_kind("partition", self.partition, EnergyPartition, optional=False)
+        check_kind("rules", self.rules, ContourRules, optional=False)
         if self.rules.floor * self.partition.num_bins >= 1:
             raise ValueError(f"floor must be below 1/num_bins = {1 / self.partition.num_bins}, got {self.rules.floor}")
 

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.samples import SampleRecord, comparable_log_weights
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.diagnostics.draws import ChainGrid, chain_diagnostics, import_arviz, normalised_weights
+from lightning_sgmcmc.diagnostics.draws import (
+    ChainGrid,
+    chain_diagnostics,
+    import_arviz,
+    normalised_weights,
+    weight_efficiency,
+)
 from lightning_sgmcmc.diagnostics.scores import classification_metrics, reliability
 from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.figures.evaluation import maps_figure, predictions_figure, reliability_figure
@@ -67,14 +73,8 @@ def to_inference_data(
     arviz = import_arviz()
     if len(store) == 0:
         raise ValueError("the store has no posterior samples to export")
-    grid = ChainGrid.of_chains([record.chain for record in store.records])
-    if grid.dropped:
-        warnings.warn(
-            f"the chains have unequal numbers of draws, so {grid.dropped} of the {len(store)} samples, the oldest of "
-            f"the longer chains, are dropped: {grid.draws} of each chain remain",
-            stacklevel=2,
-        )
     records = store.records
+    grid = grid_of_draws(records)
     stats: dict[str, Any] = {
         "energy": [r.energy for r in records],
         "lp": [-r.energy for r in records],
@@ -96,6 +96,29 @@ def to_inference_data(
     if arviz.__version__.startswith("0."):
         return arviz.from_dict(**groups, coords=coords, attrs=made_by)
     return arviz.from_dict(groups, coords=coords, attrs={"/": made_by})
+
+
+def grid_of_draws(records: Sequence[SampleRecord]) -> ChainGrid:
+    """Return the places of samples in an array (chain, draw) in which all count alike; those of `resample` are one
+    chain. Weights, and samples without a place, are a warning."""
+    if len({(record.step, record.chain, record.draw) for record in records}) < len(records):
+        # `resample`'s: how often a chain occurs is its weight, which equal numbers of draws would undo
+        grid = ChainGrid([0], np.arange(len(records))[None], 0)
+    else:
+        grid = ChainGrid.of_chains([record.chain for record in records])
+    if (efficiency := weight_efficiency(comparable_log_weights(records))) < 1 - 1e-6:
+        warnings.warn(
+            f"these {len(records)} samples have weights (effective sample size {len(records) * efficiency:.3g}), but "
+            f"all draws count alike here: use posterior.resample({max(1000, len(records))})",
+            stacklevel=3,
+        )
+    if grid.dropped:
+        warnings.warn(
+            f"the chains have unequal numbers of draws, so {grid.dropped} of the {len(records)} samples, the oldest of "
+            f"the longer chains, are dropped: {grid.draws} of each chain remain",
+            stacklevel=3,
+        )
+    return grid
 
 
 def choose_parameters(

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_names, check_number, is_of_library, names_of
+
 LARGEST_COUNT = 2**62
 OF_THE_FIT = ("initial_lr", "name")
 """Entries of a group that only some fits have: a learning rate schedule's, and the pattern of its parameters."""
+OF_ALL_GROUPS = ("num_data", "num_chains", "seed", "first_chain", "noise_ahead")
+"""Arguments that hold for all groups of a sampler."""
 
 
 def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
@@ -25,6 +29,20 @@ def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
         raise ValueError("parameters must all be on one device")
     if num_chains > 1 and any(p.dim() == 0 or p.shape[0] != num_chains for p in parameters):
         raise ValueError(f"with num_chains={num_chains} every parameter needs a leading axis of that size")
+
+
+def check_group(rule: type, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise for a parameter group with a wrong step size or temperature, or with an option that nothing reads."""
+    for name in ("lr", "temperature"):
+        value = group.get(name, defaults[name])
+        if not isinstance(value, Tensor):
+            check_number(name, value, optional=False)
+    if of_all := [name for name in OF_ALL_GROUPS if name in group]:
+        raise TypeError(f"{of_all[0]} is one for all groups of parameters: pass {rule.__name__}(…, {of_all[0]}=…)")
+    if is_of_library(rule):  # a user's rule may read any
+        known = [name for name in names_of(rule) if name not in OF_ALL_GROUPS]
+        known += ["gradient_multiplier", "param_names", *OF_THE_FIT]
+        check_names(f"a parameter group of {rule.__name__}", group, known)
 
 
 def checked_state(

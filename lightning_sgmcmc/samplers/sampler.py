@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.checks import check_count, check_flag, check_number, names_arguments
-from lightning_sgmcmc.samplers.checks import check_parameters, checked_state, torch_state
+from lightning_sgmcmc.checks import check_count, check_flag, names_arguments
+from lightning_sgmcmc.samplers.checks import check_group, check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise, NoiseBlocks
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
@@ -379,15 +379,13 @@ class Sampler(UpdateRule):
 
         Raises:
             ValueError: after construction, since a chain's space and the order of its noise are fixed.
+            TypeError: for an option that the rule does not read.
         """
         if hasattr(self, "_noise"):
             raise ValueError(
                 "parameters cannot be added to a running chain: pass all of them to the sampler's constructor"
             )
-        for name in CONTROLS[:2]:
-            value = param_group.get(name, self.defaults[name])
-            if not isinstance(value, Tensor):
-                check_number(name, value, optional=False)
+        check_group(type(self), param_group, self.defaults)
         super().add_param_group(param_group)
 
     def hold(self, rows: Mapping[Tensor, int]) -> None:

@@ -137,7 +137,8 @@ class pSGHMC(PreconditionedSampler):
 
     It is SGHMC with the step size η·lr·G of each coordinate, so a steady gradient moves a coordinate by about lr in
     each step, whatever its size, and one lr (0.01) suits most networks. The floor λ bounds the ratio of the
-    step sizes within a tensor by (1+λ)/λ at the rms. The divergence of G is omitted, as in `pSGLD`; with
+    step sizes within a tensor by (1+λ)/λ at the rms; it is at least 1/(10·N), so that a tensor without a gradient yet,
+    as below a last layer of zeros, is not thrown away by noise. The divergence of G is omitted, as in `pSGLD`; with
     `adapt="burn-in"` there is none while samples are drawn.
 
     Args:
@@ -249,8 +250,8 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
         params: parameters or parameter groups.
         lr: step size for the mean potential in the preconditioner's metric.
         friction: η in (0, 1], one minus the momentum.
-        floor: λ ≥ 0, in units of the tensor's own rms; 0 is the paper's rule, with which a unit that got no gradient
-            in burn-in keeps a huge step size.
+        floor: λ ≥ 0, in units of the tensor's own rms, and at least 1/(10·N). 0 is the paper's rule without either,
+            with which a unit that got no gradient in burn-in keeps a huge step size.
         subtract_noise: whether B = (lr·κ)²·G²⊙V̂, the paper's estimate of the heat of the mini-batches; else B = 0. V̂
             also has the square of the mean gradient, so B is too large where that is not small, and the chain too cold.
         adapt: when G adapts: "burn-in", until a schedule's sampling stages, and again in the exploration stage of each

@@ -72,6 +72,8 @@ COUNTS = ("averaged", "updates")
 """Of a group: the steps that adapted the preconditioner, and all steps."""
 LEAST = 1e-8
 """The smallest 1/G of a preconditioner with a floor."""
+WIDEST = 10.0
+"""The largest G/N where a step has noise: weights of this standard deviation under the prior alone have it."""
 
 
 def unbiased(decay: float, count: Control) -> Control:
@@ -86,6 +88,9 @@ class PreconditionedSampler(Sampler):
     `adapt` says when. With "always" G changes in every step, so the law of the chain is that of a dynamics without its
     divergence Γ. With "burn-in" G is constant while a schedule's stage is that of sampling; the chain is then a sampler
     with a constant G, for which Γ = 0. A number of steps holds without a schedule too.
+
+    With noise G is at most 10·N. Weights that have had no gradient yet, such as those below a last layer of zeros, so
+    move by at most about √(20·lr·τ) in a step, and not by the √(2e8·lr·τ/N) of G = 1e8.
     """
 
     averages: ClassVar[tuple[str, ...]] = ("square_avg",)
@@ -215,14 +220,21 @@ class PreconditionedSampler(Sampler):
         return [scratch[p] for p in params]
 
     def _floors(self, params: Sequence[Tensor], squares: list[Tensor], floor: float, divisor: Control = 1.0) -> Tensor:
-        """Return floor·rms(√V̂) + 1e-8 of V̂ = V/divisor, the rms over each tensor within each chain, shape (C, T)."""
+        """Return floor·rms(√V̂) + 1e-8 of V̂ = V/divisor, the rms over each tensor within each chain, and with a floor
+        above 0 at least 1/(10·N), shape (C, T)."""
         flat = self._flat_group(params)
         if flat is not None:
             means = flat.means(squares[0])
         else:
             means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in squares], 1)
         means = means if isinstance(divisor, float) and divisor == 1 else means.div_(divisor)
-        return means.sqrt_().mul_(floor).add_(LEAST)
+        floors = means.sqrt_().mul_(floor).add_(LEAST)
+        return floors.clamp_(min=1 / (WIDEST * self.num_data)) if floor and self.num_data else floors
+
+    def _bound(self, group: dict[str, Any], inverse: list[Tensor]) -> None:
+        """Let 1/G be at least 1/(10·N) in place, where the step has noise."""
+        if self.num_data and self.is_noisy(group):
+            torch._foreach_clamp_min_(inverse, 1 / (WIDEST * self.num_data))
 
     def _root_with_floor(
         self, params: Sequence[Tensor], out: list[Tensor], floors: Tensor, block: Block | None = None
@@ -245,7 +257,7 @@ class PreconditionedSampler(Sampler):
 class pSGLD(PreconditionedSampler):
     """SGLD with the RMSprop preconditioner.
 
-        V ← α·V + (1-α)·g²,   G = 1/(λ + √V)
+        V ← α·V + (1-α)·g²,   G = 1/(λ + √V), at most 10·N if τ > 0
         θ ← θ - lr·κ·G⊙g + √(2·lr·τ·G/N)⊙ξ
 
     The divergence of G, Γ, is omitted, as in the paper's experiments, so the law is not exact while G adapts, however
@@ -305,6 +317,7 @@ class pSGLD(PreconditionedSampler):
             torch._foreach_copy_(inverse, squares)
             torch._foreach_sqrt_(inverse)
             torch._foreach_add_(inverse, group["eps"])  # 1/G
+            self._bound(group, inverse)
             self._add_quotients(targets, gradients, inverse, factor)
             if drawn is None:
                 continue
@@ -316,8 +329,9 @@ class pSGLD(PreconditionedSampler):
                 torch._foreach_addcdiv_(targets, drawn, inverse, scale)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        inverse = torch._foreach_sqrt(self._buffers(params, "square_avg"))
-        torch._foreach_add_(inverse, self._group_of(params)["eps"])
+        group, inverse = self._group_of(params), list(torch._foreach_sqrt(self._buffers(params, "square_avg")))
+        torch._foreach_add_(inverse, group["eps"])
+        self._bound(group, inverse)
         return list(torch._foreach_reciprocal(inverse))
 
 
@@ -328,7 +342,7 @@ class AdamSGLD(PreconditionedSampler):
     """SGLD with the step of Adam: its averaged gradient, and its preconditioner, which is frozen after burn-in.
 
         M ← β₁·M + (1-β₁)·κ·g
-        V ← β₂·V + (1-β₂)·g²   in the k-th step that adapts,   G = 1/(√(V/(1-β₂^k)) + λ)
+        V ← β₂·V + (1-β₂)·g²   in the k-th step that adapts,   G = 1/(√(V/(1-β₂^k)) + λ), at most 10·N if τ > 0
         θ ← θ - lr·G⊙M/(1-β₁^t) + √(2·lr·τ·G/N)⊙ξ   in step t
 
     While samples are drawn G is constant, so its divergence Γ is 0 and the stationary law is exp(-U/τ) up to a bias of
@@ -408,11 +422,11 @@ class AdamSGLD(PreconditionedSampler):
         inverse = self._inverse(self._group_of(params), squares, [torch.empty_like(square) for square in squares])
         return list(torch._foreach_reciprocal(inverse))
 
-    @staticmethod
-    def _inverse(group: dict[str, Any], squares: list[Tensor], out: list[Tensor]) -> list[Tensor]:
-        """Write √V̂ + λ to `out`."""
+    def _inverse(self, group: dict[str, Any], squares: list[Tensor], out: list[Tensor]) -> list[Tensor]:
+        """Write 1/G to `out`."""
         torch._foreach_copy_(out, squares)
         torch._foreach_sqrt_(out)
         torch._foreach_div_(out, unbiased(group["betas"][1], group["averaged"]) ** 0.5)
         torch._foreach_add_(out, group["eps"])
+        self._bound(group, out)
         return out

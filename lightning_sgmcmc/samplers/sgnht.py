@@ -18,11 +18,13 @@ class SGNHT(Sampler):
 
         v ← (1-η)·v - lr·κ·g + √(2·a·lr·τ/N)·ξ
         θ ← θ + v
-        η ← η + (N/lr·mean(v²) - τ)·(lr/N)/Q
+        η ← η + ((1-η/2)·N/lr·mean(v²) - τ)·(lr/N)/Q
 
-    The paper's variables are p = v/h, ξ = η/h and A = a/h with h = √(lr/N); its equations have Q = 1. The friction
-    rises while the momentum's mean square exceeds τ, which removes the heat of isotropic mini-batch noise of unknown
-    size. At τ = 0 the thermostat keeps its value: momentum SGD with friction η.
+    The paper's variables are p = v/h, ξ = η/h and A = a/h with h = √(lr/N); its equations have Q = 1, and no factor
+    1-η/2. The friction rises while the momentum's temperature exceeds τ, which removes the heat of isotropic mini-batch
+    noise of unknown size. A friction of η a step makes N/lr·mean(v²) larger than the temperature of positions by
+    1/(1-η/2), so without the factor samples are too cold by a/2 (5 % at 0.1), whatever lr. At τ = 0 the thermostat
+    keeps its value: momentum SGD with friction η.
 
     Args:
         params: parameters or parameter groups (a thermostat for each group and chain).
@@ -92,7 +94,8 @@ class SGNHT(Sampler):
             self._add(velocities, noise, square_root(self._noise_variance(group, group["friction"])))
         torch._foreach_add_(params, velocities)
         if noise is not None:
-            excess = self._mean_square(params, velocities) - temperature * lr / self.num_data
+            kinetic = (1 - thermostat / 2) * self._mean_square(params, velocities)
+            excess = kinetic - temperature * lr / self.num_data
             thermostat.add_(excess / group["thermal_inertia"])
 
     def law(self, group: dict[str, Any]) -> StepLaw:
@@ -101,7 +104,7 @@ class SGNHT(Sampler):
             damping=self.thermostat(group).clone(),  # the step changes it in place
             force=group["lr"] * group["gradient_multiplier"],
             variance=self._noise_variance(group, friction),
-            thermal=self._thermal_variance(group),
+            thermal=self._thermal_variance(group) / (1 - self.thermostat(group) / 2),  # what the thermostat holds
             gradient_noise_factor=self._noise_factor(group) / friction,
             gradient_noise_allowance=math.inf,
             move="after",

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.chains.execution import States, TogetherCall, borrowed
 from lightning_sgmcmc.checks import check_positive
-from lightning_sgmcmc.diagnostics.draws import ChainGrid
 from lightning_sgmcmc.evaluation.scoring import hooked
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior.export import grid_of_draws
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.singular.estimate import Covariance, covariance
 
@@ -25,8 +25,9 @@ def sample_losses(
 ) -> Tensor:
     """Return the loss -log p(y|x,w) of each datum at each sample, shape (chain, draw, n), float64, in nats.
 
-    Samples are arranged by chain, as in ArviZ; longer chains keep their newest. With `part`, weights outside it have
-    their values in `center`: the observable of a component, L(w_part, w*_rest), is `sample_losses(…).mean(-1)`.
+    Samples are arranged by chain, as for ArviZ: longer chains keep their newest, draws of `resample` are one chain, and
+    weights are a warning. With `part`, weights outside it have their values in `center`: the observable of a component,
+    L(w_part, w*_rest), is `sample_losses(…).mean(-1)`.
 
     Args:
         posterior: the samples of a run, such as `module.posterior`.
@@ -52,7 +53,7 @@ def sample_losses(
             found.append(torch.stack([loss.cpu().double() for loss in call(states, moved)]))
     if not found:
         raise ValueError("batches is empty: pass the batches of the data, such as a DataLoader")
-    grid = ChainGrid.of_chains([sample.chain for sample in samples])
+    grid = grid_of_draws(posterior.records)
     return torch.cat(found, 1)[torch.as_tensor(grid.positions)]
 
 

@@ -133,7 +133,7 @@ def test_chains_that_stop_or_go_on_in_another_fit_are_as_alone(optimizer: Any, t
 TAU, N, LR = 0.5, 60, 0.02
 MOMENTA = {
     "SGHMC": (functools.partial(SGHMC, friction=0.2), TAU * LR / N / 0.9),
-    "SGNHT": (functools.partial(SGNHT, friction=0.2), TAU * LR / N),
+    "SGNHT": (functools.partial(SGNHT, friction=0.2), TAU * LR / N / 0.9),
     "Euler": (functools.partial(UnderdampedLangevin, friction=5.0), TAU / (1 - LR * 5 / 2)),
     "BAOAB": (functools.partial(UnderdampedLangevin, friction=5.0, integrator="baoab"), TAU),
     "OBABO": (functools.partial(UnderdampedLangevin, friction=5.0, integrator="obabo"), TAU),

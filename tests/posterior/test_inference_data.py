@@ -16,6 +16,7 @@ from lightning_sgmcmc.diagnostics.draws import chain_diagnostics
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import to_inference_data
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.singular import sample_losses
 
 CHAINS, DRAWS = 3, 6
 
@@ -95,6 +96,30 @@ def test_longer_chains_lose_their_oldest_draws() -> None:
     steps = data["sample_stats"]["step"]
     assert steps.sel(chain=0).values.tolist() == [0, 10, 20, 30, 40, 50]
     assert steps.sel(chain=2).values.tolist() == [20, 30, 40, 50, 60, 70]
+
+
+def test_weights_reach_arviz_by_resampling() -> None:
+    """Means of an export are the weighted ones to 1/count. With as many draws of each chain, as of chains that were
+    not resampled, they were off by more than a weighted standard deviation."""
+    members = [nn.Linear(1, 1) for _ in range(5)]
+    for place, member in enumerate(members):
+        nn.init.constant_(member.weight, float(place))
+    posterior = Posterior.from_states(nn.Linear(1, 1), members, Gaussian(), weights=[1, 1, 2, 6, 90])
+    with pytest.warns(UserWarning, match=r"5 samples have weights .* size 1.23\).* posterior.resample\(1000\)"):
+        posterior.to_arviz()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = posterior.resample(500).to_arviz()
+    drawn = data["posterior"]["net.weight"].values
+    assert drawn.shape[:2] == (1, 500)
+    assert abs(drawn.mean() - 3.83) < 0.02
+    batches = [(torch.ones(1, 1), torch.zeros(1, 1))]
+    with pytest.warns(UserWarning, match="but all draws count alike here"):
+        sample_losses(posterior, batches)
+    resampled = posterior.resample(500)
+    losses = sample_losses(resampled, batches)
+    assert losses.shape == (1, 500, 1)
+    torch.testing.assert_close(losses[0], -resampled.log_likelihood(batches))
 
 
 def test_mistakes() -> None:

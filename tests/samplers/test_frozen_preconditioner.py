@@ -265,3 +265,20 @@ def test_a_fit_resumes_bit_for_bit(sampler: Any, stop: int, chains: int, tmp_pat
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     resumed = run(tmp_path / "resumed", tmp_path / "whole" / f"step={stop}.ckpt")
     assert_same(whole[-2 * chains :], resumed[-2 * chains :])
+
+
+@pytest.mark.parametrize(("cls", "lr"), [(pSGLD, 0.005), (AdamSGLD, 0.002), (pSGHMC, 0.01), (ScaleAdaptedSGHMC, 0.005)])
+def test_a_start_without_a_gradient_does_not_throw_the_chain_away(cls: Any, lr: float) -> None:
+    """Chains that start at the mode get a first gradient of 0. Their variance is the target's, 1/N, to its step size's
+    error; with the preconditioner 1/√V + 1e-8 alone it was up to ten million times as large."""
+    chains, dimension, num_data = 100, 4, 50
+    theta = nn.Parameter(torch.zeros(chains, dimension))
+    sampler = cls([theta], lr=lr, num_data=num_data, num_chains=chains, adapt=500)
+    squares = []
+    for step in range(1500):
+        theta.grad = theta.detach().clone()
+        sampler.step()
+        if step >= 700:
+            squares.append(theta.detach().square().mean(1))
+    ratio = num_data * torch.stack(squares).mean(0)
+    assert abs(ratio.mean() - 1) < 0.2 + 4 * ratio.std() / chains**0.5

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, StepLaw, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, StepLaw, UnderdampedLangevin, pSGLD
 
 KAPPA = 1.7
 RULES = [
@@ -122,3 +122,33 @@ def test_rules_without_momentum_have_nothing_to_rescale(cls: Any) -> None:
     rule.rescale_momenta(rule.param_groups[0], 2.0)
     assert rule.momenta(rule.param_groups[0]) is None
     assert rule.stored_momenta(rule.param_groups[0]) == [None]
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.05], ids=["full", "noisy"])
+@pytest.mark.parametrize("friction", [0.1, 0.4])
+def test_a_thermostat_holds_the_temperature_of_positions(friction: float, heat: float) -> None:
+    """The variance of θ is 1/N for any friction, with noisy gradients too. A thermostat that holds the mean of v² holds
+    positions at 1 - friction/2, whatever lr."""
+    torch.manual_seed(0)
+    chains, num_data, lr = 200, 50, 0.02
+    theta = torch.nn.Parameter(torch.randn(chains, 8) / num_data**0.5)
+    inertia = 40 / friction * lr / (friction * num_data)
+    sampler = SGNHT(
+        [theta], lr=lr, num_data=num_data, num_chains=chains, friction=friction, thermal_inertia=max(inertia, 0.02)
+    )
+    squares = []
+    for step in range(3000):
+        theta.grad = theta.detach() + heat * torch.randn_like(theta)
+        sampler.step()
+        if step >= 1000:
+            squares.append(theta.detach().square().mean(1))
+    ratio = num_data * torch.stack(squares).mean(0)
+    assert abs(ratio.mean() - 1) < 0.015 + 4 * ratio.std() / chains**0.5
+
+
+def test_momenta_of_a_constant_length_have_the_temperature_as_variance() -> None:
+    """... and not that of a momentum with friction, which is larger by 1/(1 - a/2)."""
+    theta = nn.Parameter(torch.zeros(3))
+    sampler = MCLMC([theta], lr=0.1, num_data=10, temperature=0.7, friction=5.0)
+    law = sampler.law(sampler.param_groups[0])
+    assert law.momentum_variance() == law.momentum_variance(2.0) == 0.7

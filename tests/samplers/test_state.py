@@ -176,6 +176,20 @@ def test_bad_options_are_refused(cls: Any, options: dict[str, Any], message: str
         cls([nn.Parameter(torch.zeros(2))], **({"lr": 0.1, "num_data": 10} | options))
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (SGLD, {"weight_decay": 0.1}, "a parameter group of SGLD has no argument 'weight_decay'"),
+        (SGHMC, {"frictoin": 0.3}, "no argument 'frictoin'; did you mean 'friction'?"),
+        (SGHMC, {"num_data": 5}, r"num_data is one for all groups of parameters: pass SGHMC\(…, num_data=…\)"),
+    ],
+)
+def test_options_of_a_group_that_nothing_reads_are_refused(cls: Any, options: dict[str, Any], message: str) -> None:
+    """Groups of torch's optimizers have a weight decay each: without an error the samples would have no prior."""
+    with pytest.raises(TypeError, match=message):
+        cls([{"params": [nn.Parameter(torch.zeros(2))], **options}], lr=0.1, num_data=10)
+
+
 def test_mixed_and_strange_dtypes_are_refused() -> None:
     mixed = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
     with pytest.raises(ValueError, match=r"all be float32 or all float64, got .*float32.*float64"):

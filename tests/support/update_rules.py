@@ -211,4 +211,4 @@ class SGNHTReference(Reference):
             self.theta[i] += self.v[i]
         if c.temperature > 0:
             mean_square = sum(v**2 for v in self.v) / len(self.v)
-            self.eta += (N / c.lr * mean_square - c.temperature) * (c.lr / N) / self.inertia
+            self.eta += ((1 - self.eta / 2) * N / c.lr * mean_square - c.temperature) * (c.lr / N) / self.inertia
