@@ -229,12 +229,18 @@ class PreconditionedSampler(Sampler):
             means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in squares], 1)
         means = means if isinstance(divisor, float) and divisor == 1 else means.div_(divisor)
         floors = means.sqrt_().mul_(floor).add_(LEAST)
-        return floors.clamp_(min=1 / (WIDEST * self.num_data)) if floor and self.num_data else floors
+        return floors.clamp_(min=1 / (WIDEST * self.num_data)) if floor and self.num_data is not None else floors
 
     def _bound(self, group: dict[str, Any], inverse: list[Tensor]) -> None:
         """Let 1/G be at least 1/(10·N) in place, where the step has noise."""
-        if self.num_data and self.is_noisy(group):
-            torch._foreach_clamp_min_(inverse, 1 / (WIDEST * self.num_data))
+        if self.num_data is None or not self.is_noisy(group):
+            return
+        least: Any = 1 / (WIDEST * self.num_data)
+        if isinstance(least, Tensor):  # as N is in compiled steps
+            for own in inverse:
+                own.clamp_(min=least)
+        else:
+            torch._foreach_clamp_min_(inverse, least)
 
     def _root_with_floor(
         self, params: Sequence[Tensor], out: list[Tensor], floors: Tensor, block: Block | None = None
