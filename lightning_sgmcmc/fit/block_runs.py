@@ -33,6 +33,8 @@ SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
 WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
 callback."""
+LARGEST_COMPILED = 200_000
+"""Sampled numbers of all chains from which compiling saves nothing on a CPU, as with convolutions."""
 SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
 """The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
@@ -214,6 +216,10 @@ def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) ->
     """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
     if captures(module.device):
         return module.chains.compiled == "auto" and steps >= WORTH_CAPTURED and why_not_compiled("cuda") is None
+    is_small = numbers_of(module) <= LARGEST_COMPILED
+    convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
+    if not _learn(acting) and (convolves or not is_small):
+        return False  # such arithmetic is no faster compiled
     fewest = min(WORTH_COMPILING, WORTH_LEARNING) if _learn(acting) else WORTH_COMPILING
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 

@@ -238,3 +238,16 @@ def test_variates_correct_gradients_before_they_are_clipped(monkeypatch: pytest.
     made, without = (Run(form, monkeypatch, ControlVariates(), **options) for form in ("traced", None))
     assert made.hidden > 100
     made.check_like(without)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["convolution", "many numbers"])
+def test_what_is_no_faster_compiled_is_listed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "many numbers":
+        monkeypatch.setattr("lightning_sgmcmc.fit.block_runs.LARGEST_COMPILED", 10)
+        net = network()
+    else:
+        net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(2 * x.shape[1], 1))
+    module = BayesianModule(net, Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
+    made = Run("compiled", monkeypatch, module=module, epochs=20)
+    assert (made.compiled, made.hidden > 60) == (0, True)
