@@ -157,7 +157,8 @@ class SamplingProgress(pl.Callback):
         if task.id != bar.train_progress_bar_id or len(self._readings) < 2:
             return own(task)
         (begun, first), (now, last) = self._readings[0], self._readings[-1]
-        return Text(f"{(last - first) / max(now - begun, 1e-9):.2f}it/s", style=column.style)
+        speed = (last - first) / max(now - begun, 1e-9)
+        return Text(f"{speed:.2f}it/s" if speed < 1000 else f"{speed:.0f}it/s", style=column.style)
 
     def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         """Return the progress bar's entries for the current step; NLL and temperature are means over chains."""
