@@ -223,8 +223,21 @@ class RowSteps:
             gradients, numbers = torch.vmap(of_candidate)(batch, weights)
             return gradients.transpose(0, 1), (shares[:, None, None] * numbers).sum(0)
         gradient, _, energies, _ = with_gradient(self._energies, values, others, batch, axis, inverse, weights)
-        if variate is None:
-            return (gradient if self._clip is None else self._clip(gradient)), energies
+        if variate is not None:
+            gradient, energies = self._corrected(gradient, energies, others, batch, axis, weights, variate)
+        return (gradient if self._clip is None else self._clip(gradient)), energies
+
+    def _corrected(
+        self,
+        gradient: Tensor,
+        energies: Tensor,
+        others: Mapping[str, Tensor],
+        batch: Any,
+        axis: int | None,
+        weights: Tensor,
+        variate: ControlVariate,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a step's gradient and energies with what a variate corrects."""
         there = {name: variate.others.get(name, tensor) for name, tensor in others.items()}
         if variate.gradient is None:
             _, found = self._likelihood(variate.values, there, batch, axis, weights)
@@ -233,7 +246,7 @@ class RowSteps:
             gradient = gradient - at_snapshot + variate.gradient  # first, to cancel exactly
         if variate.mean is not None:
             energies = torch.cat([energies, (found - variate.mean)[None].to(energies.dtype)])
-        return (gradient if self._clip is None else self._clip(gradient)), energies
+        return gradient, energies
 
     @torch.no_grad()
     def _check_last(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel
@@ -216,11 +217,12 @@ def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) ->
     """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
     if captures(module.device):
         return module.chains.compiled == "auto" and steps >= WORTH_CAPTURED and why_not_compiled("cuda") is None
-    is_small = numbers_of(module) <= LARGEST_COMPILED
-    convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
-    if not _learn(acting) and (convolves or not is_small):
+    if _learn(acting):
+        fewest = min(WORTH_COMPILING, WORTH_LEARNING)
+    elif numbers_of(module) > LARGEST_COMPILED or any(isinstance(part, _ConvNd) for part in module.modules()):
         return False  # such arithmetic is no faster compiled
-    fewest = min(WORTH_COMPILING, WORTH_LEARNING) if _learn(acting) else WORTH_COMPILING
+    else:
+        fewest = WORTH_COMPILING
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 
 

@@ -237,11 +237,6 @@ class StepBlocks:
             self._make_waiting()
             take_num_data(self._module, grown)
 
-    @property
-    def _left(self) -> int:
-        """The number of steps up to the end of the present epoch."""
-        return math.ceil((self._trainer.num_training_batches - self._loop.batch_idx - 1) / self._each)
-
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
     def _free_steps(self, source: RowsOfPass | None, late: bool) -> tuple[int, bool]:
@@ -253,8 +248,9 @@ class StepBlocks:
             source: the batches, if they are rows of tensors in memory.
         """
         chains, sampler = self._module.chains, self._sampler
-        if self._are_alike(left := self._left) and source is not None and not late and self._next_seen.hides_epoch():
-            return left, False
+        seen = self._next_seen
+        if self._are_alike(seen.left) and source is not None and not late and seen.hides_epoch():
+            return seen.left, False
         at_once, self._cause = self._compiles_now or self._lists, None
         if not (chains.traces and at_once and sampler.step_count >= LAST) or chains.energies is None:
             return 0, False

@@ -440,6 +440,12 @@ class NextSeen:
         """Note whether the fit validates, before steps are made."""
         self._has_validation = validates(self._trainer)
 
+    @property
+    def left(self) -> int:
+        """The number of steps up to the end of the present epoch, with that of the coming batch."""
+        each = self._trainer.accumulate_grad_batches
+        return math.ceil(self._trainer.num_training_batches / each) - (self._loop.batch_idx + 1) // each
+
     def within(self, most: int, late: bool) -> tuple[int, bool]:
         """Return how many of the coming steps, of so many, come up to the next that Lightning sees or that ends an
         epoch, and whether Lightning sees that.
@@ -458,7 +464,7 @@ class NextSeen:
         if may_validate and every is not None and not math.isinf(every):
             ahead = every - (loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else batch) % every
             due.append(math.ceil((batch % each + ahead) / each))
-        end = math.ceil(trainer.num_training_batches / each) - batch // each
+        end = self.left
         if late:
             due.append(next((ahead for ahead in range(1, end) if self._shows((batch // each + ahead) * each)), end))
         count = min(most, end, *due)
