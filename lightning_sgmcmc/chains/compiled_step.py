@@ -18,15 +18,21 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, RowSteps, StepPart, corrected
+from lightning_sgmcmc.chains.row_steps import (
+    FOLLOWING,
+    Choices,
+    Controls,
+    ControlVariate,
+    RowSteps,
+    StepPart,
+    corrected,
+    rule_of,
+)
 from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, check_alike, trace
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.sampler import CONTROLS
 from lightning_sgmcmc.tensors import sent
 
-FOLLOWING = ("last_lr",)
-"""Entries of a parameter group that a rule sets to a control of the step."""
 LEFT_OUT = {is_scaled: {"params", "initial_lr", *FOLLOWING, *CONTROLS[: 2 + is_scaled]} for is_scaled in (False, True)}
 """Entries that are no constants of a step; whether κ is one depends on whether steps have one of their own."""
 
@@ -138,7 +144,7 @@ class CompiledSteps(RowSteps):
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
-        self._count(controls, counted, count)
+        self._count(controls, count)
         if part is not None:
             part.end(count, corrected(energies))
         if variate is not None:
@@ -146,12 +152,6 @@ class CompiledSteps(RowSteps):
         if choices is not None:
             choices.by.end(choices.chances, learned[0])
         return energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
-
-    def _count(self, controls: Sequence[Controls], counted: Sequence[tuple[str, ...]], count: int) -> None:
-        """Set the entries of groups that follow a step's controls, and those that count steps."""
-        for group, (lr, _), names in zip(self._sampler.param_groups, controls, counted, strict=True):
-            after = {name: lr[-1] for name in FOLLOWING if name in group}
-            group.update(after | {name: group[name] + count for name in names})
 
     def _carried(self, state: list[Tensor], variate: ControlVariate | None, keeps_each: bool) -> list[Tensor]:
         """Return what the steps begin with: their number, the state, and the energies of all, or the first, how often
@@ -260,28 +260,20 @@ class CompiledSteps(RowSteps):
     ) -> Tensor | None:
         """Make the rule's update of rows in place, with controls and N that are tensors; return what a choice among
         several gradients counts."""
-        sampler, start, width, counted = self._sampler, 0, self._flat.values.shape[1], None
-        rule: Any = object.__new__(type(sampler))  # a copy whose state is these tensors
-        vars(rule).update(vars(sampler))
-        if sampler.num_data is not None:
-            rule.num_data = num_data
-        flat: Any = object.__new__(FlatParameters)
-        vars(flat).update(vars(self._flat))
-        flat.groups, flat._of_values = [], {}
-        rule.flat, rule._scratch = flat, {}
+        sampler, width, counted = self._sampler, self._flat.values.shape[1], None
+        of_groups = values.split([part.values.shape[1] for part in self._flat.groups], 1)
+        of_places = range(len(of_groups))
+        rows = [{name: rows for (place, name), rows in buffers.items() if place == own} for own in of_places]
+        own_number = {} if sampler.num_data is None else {"num_data": num_data}
+        rule = rule_of(sampler, self._flat.with_rows(of_groups, rows), **own_number)
         counts = iter(columns[2 * len(sampler.param_groups) :])
         groups: list[tuple[dict[str, Any], Tensor, tuple[str, ...]]] = []
-        for place, (group, part) in enumerate(zip(sampler.param_groups, self._flat.groups, strict=True)):
-            stop = start + part.values.shape[1]
-            own = values[:, start:stop]
-            rows = {name: tensor for (index, name), tensor in buffers.items() if index == place}
-            flat._of_values[id(own)] = FlatGroup.with_rows(part, own, own, rows)
+        for place, (group, own) in enumerate(zip(sampler.param_groups, of_groups, strict=True)):
             options = dict(group) | {"lr": columns[2 * place], "temperature": columns[2 * place + 1]}
             if multiplier is not None:
                 options[CONTROLS[2]] = multiplier.to(values.dtype).reshape(-1 if len(multiplier) > 1 else ())
             names = sampler.counted(group)
             groups.append((options | {name: next(counts) for name in names}, own, names))
-            start = stop
         if choose is not None:
             gradient, counted = choose(rule, [options | {"params": [own]} for options, own, _ in groups], gradient)
         start = 0

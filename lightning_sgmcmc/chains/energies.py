@@ -194,10 +194,10 @@ class ChainEnergies:
         assert self._rows is not None
         return CompiledSteps(*self._rows.of_steps(sampler, clip), most=most, compiles=compiles)
 
-    def listed_steps(self, sampler: Sampler, clip: Clip) -> ListedSteps:
-        """Return what makes steps of these energies as lists of operations, as `compiled_steps`."""
+    def listed_steps(self, sampler: Sampler, clip: Clip, apart: bool) -> ListedSteps:
+        """Return what makes steps of these energies as lists of operations, as `compiled_steps`; see `ListedSteps`."""
         assert self._rows is not None
-        return ListedSteps(*self._rows.of_steps(sampler, clip))
+        return ListedSteps(*self._rows.of_steps(sampler, clip), apart=apart)
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -448,9 +448,10 @@ class RowEnergies:
         # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
         if self._chains is None:
             return self._densities.log_likelihood({**named, **others}, batch)[None]
-        if not self._unrolled:
+        count = len(next(iter(named.values())))
+        if not self._unrolled and count == self._chains.num_chains:
             return self._densities.log_likelihoods({**named, **others}, batch, batch_axis)
-        chains = range(self._chains.num_chains)
+        chains = range(count)  # some of the chains' rows, or all
         own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
         columns: dict[str, Any] = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
         states = [{name: column[c] for name, column in columns.items()} for c in chains]

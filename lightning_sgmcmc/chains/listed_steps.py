@@ -4,22 +4,60 @@ A step of one chain of a small network takes longer in the layers around it than
 counts, the schedule, autograd's records. Here the batches, noise and controls of many steps are at hand, the gradient
 is the list of `chains.traced` without what is the same in all of these steps, and the rule updates the rows. This pays
 from some hundred steps on, where `chains.compiled_step` needs thousands.
+
+Where all chains together have no room in a processor's cache, one makes all of these steps before the next one begins,
+and its noise is drawn just before it is used.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, RowSteps
+from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, RowSteps, rule_of
 from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, Parts, check_alike, parted, trace
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.rows import FlatGroup
 from lightning_sgmcmc.samplers.sampler import CONTROLS
+from lightning_sgmcmc.tensors import Control
+
+
+class _Rows(NamedTuple):
+    """The rows of some chains, and the rule that updates them.
+
+    Attributes:
+        at: the chains.
+        values: their parameters, shape (C', P).
+        groups: their columns by the rule's groups.
+        draw: draws a step's noise, if that is done in each.
+    """
+
+    at: slice
+    values: Tensor
+    rule: Sampler
+    groups: Sequence[FlatGroup]
+    draw: Callable[[], Tensor] | None = None
 
 
 class ListedSteps(RowSteps):
-    """Makes steps of a sampler, with one list of operations for each form of a batch."""
+    """Makes steps of a sampler, with one list of operations for each form of a batch.
+
+    Args:
+        of_steps: see `RowSteps`.
+        apart: whether chains make the coming steps one after another, which they do not with a stand-in; these have
+            no variate, and no choices.
+    """
+
+    def __init__(self, *of_steps: Any, apart: bool = False) -> None:
+        super().__init__(*of_steps)
+        self._apart = apart
+
+    def noise(self, steps: int) -> Tensor:
+        """Return the coming steps' noise, or of chains that make them apart memory for that of one step."""
+        return self._sampler.noise_in_place()[0] if self._apart else super().noise(steps)
 
     @torch.no_grad()
     def run(
@@ -38,46 +76,77 @@ class ListedSteps(RowSteps):
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), the only ones that
         are computed. If one of these is not finite, or a number of the last state, no step is made, and it returns
         None; a gradient that is not finite leaves such a state."""
-        flat, sampler = self._flat, self._sampler
+        sampler, count = self._sampler, len(weights)
         shares = [] if choices is None else [choices.shares]
-        of_steps = [*zip(*(part.unbind() for part in (weights, *shares, *batches)), strict=True)]
-        kept = [flat.values, self._inverse, *self._others.values(), *([] if variate is None else variate.tensors)]
-        parts = self._operations(kept, of_steps[0], structure, axis, variate, len(shares))
         if last is not None:
             self._check_last(batches, structure, axis, weights, last, choices)
-        steady = parts.before(*kept)
-        if first is not None:
-            check_alike(parts.after(*steady, *of_steps[0])[1][:2], first)
         restore, count_before = self._restoring(), sampler.step_count
+        found, counted = [], list[Tensor]()
         try:
-            found, counted = self._made(parts, steady, of_steps, noise, controls, choices)
+            for rows in self._all_rows(noise is not None):
+                own = batches if axis is None else [part[:, rows.at] for part in batches]
+                of_steps = [*zip(*(part.unbind() for part in (weights, *shares, *own)), strict=True)]
+                others = [tensor[rows.at] if self._apart else tensor for tensor in self._others.values()]
+                kept = [rows.values, self._inverse, *others, *([] if variate is None else variate.tensors)]
+                parts = self._operations(kept, of_steps[0], structure, axis, variate, len(shares))
+                steady = parts.before(*kept)
+                if first is not None:
+                    check_alike(parts.after(*steady, *of_steps[0])[1][:2], first[:, rows.at])
+                found.append(self._made(rows, parts, steady, of_steps, noise, controls, choices, counted))
         except BaseException:
             restore(None)
             raise
         finally:
             sampler.step_count = count_before
-        numbers = torch.stack(found)
-        is_finite = bool(numbers.isfinite().all() & flat.values.isfinite().all())
+        numbers = torch.cat(found, -1)
+        is_finite = bool(numbers.isfinite().all() & self._flat.values.isfinite().all())
         restore(CONTROLS[:2] if is_finite else None)  # a callback may have changed the controls of these steps
-        if variate is not None and is_finite:
-            variate.end(len(of_steps))
-        if choices is not None and is_finite:
+        if not is_finite:
+            return None
+        if self._is_apart:
+            self._count(controls, count)  # which the chains' rules have not
+        if variate is not None:
+            variate.end(count)
+        if choices is not None:
             choices.by.end(choices.chances, torch.stack(counted).sum(0))
-        return numbers[[0, -1]] if is_finite else None
+        return numbers[[0, -1]]
+
+    @property
+    def _is_apart(self) -> bool:
+        return self._apart and self._sampler.stand_in is None
+
+    def _all_rows(self, are_noisy: bool) -> Iterator[_Rows]:
+        """Return, one by one, the chains that make their steps together."""
+        flat, sampler = self._flat, self._sampler
+        if not self._is_apart:
+            yield _Rows(slice(None), flat.values, sampler, flat.groups)
+            return
+        buffer, _, generators = sampler.noise_in_place() if are_noisy else (None, None, ())
+        for chain in range(len(flat.values)):
+            at = slice(chain, chain + 1)
+            rows = [{name: buffer[at] for name, buffer in part.buffers} for part in flat.groups]
+            own = flat.with_rows([part.values[at] for part in flat.groups], rows)
+            options = [dict(group) for group in sampler.param_groups]
+            rule = rule_of(sampler, own, num_chains=1, param_groups=options)
+            draw = None if buffer is None else partial(buffer[at].normal_, generator=generators[chain])
+            yield _Rows(at, flat.values[at], rule, own.groups, draw)
 
     def _made(
         self,
+        rows: _Rows,
         parts: Parts,
         steady: Sequence[Tensor],
         of_steps: Sequence[tuple[Tensor, ...]],
         noise: Tensor | None,
         controls: Sequence[Controls],
         choices: Choices | None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Make steps, and return the energies of the last two and what choices counted in each."""
-        flat, sampler, groups = self._flat, self._sampler, self._sampler.param_groups
+        counted: list[Tensor],
+    ) -> Tensor:
+        """Make steps of some chains, append what choices count in each, and return the energies of the last two, shape
+        (2, 2, C')."""
+        flat, sampler, groups = self._flat, rows.rule, rows.rule.param_groups
         stand_in, seen = sampler.stand_in, len(of_steps) - 2
-        found, counted = [], []
+        found = []
         for step, given in enumerate(of_steps):
             if step < seen:
                 gradient = parts.first(*steady, *given)
@@ -85,23 +154,26 @@ class ListedSteps(RowSteps):
                 gradient, energies = parts.after(*steady, *given)
                 found.append(energies)
             for group, own_controls in zip(groups, controls, strict=True):
-                group["lr"], group["temperature"] = own_controls.lr[step], own_controls.temperature[step]
+                group["lr"] = _of(own_controls.lr[step], rows.at)
+                group["temperature"] = _of(own_controls.temperature[step], rows.at)
             if stand_in is not None:
                 flat.set_gradients(gradient)
                 stand_in()
                 sampler.step_count += 1
                 continue
             if choices is not None:
-                as_rows = [{**group, "params": [part.values]} for group, part in zip(groups, flat.groups, strict=True)]
+                as_rows = [{**group, "params": [part.values]} for group, part in zip(groups, rows.groups, strict=True)]
                 gradient, count = choices.by.choose(sampler, as_rows, gradient, choices.chances[step])
                 counted.append(count)
-            start = 0
-            for group, part in zip(groups, flat.groups, strict=True):
+            start, numbers = 0, None
+            if noise is not None:
+                numbers = noise[step] if rows.draw is None else rows.draw()
+            for group, part in zip(groups, rows.groups, strict=True):
                 stop = start + part.values.shape[1]
-                drawn = None if noise is None else _noise_of(noise[step], start, stop, flat.values.shape[1])
+                drawn = None if numbers is None else _noise_of(numbers, start, stop, flat.values.shape[1])
                 sampler.update(group, [part.values], [gradient[:, start:stop]], drawn)
                 start = stop
-        return found, counted
+        return torch.stack(found)
 
     def _restoring(self) -> Callable[[Sequence[str] | None], None]:
         """Return a function that restores the present state, or some options of the groups alone."""
@@ -138,7 +210,8 @@ class ListedSteps(RowSteps):
         """Return the operations before many steps and those of each, of the gradient and of the energies; each step has
         so many tensors of shares after its weights."""
         corrects = None if variate is None else variate.form
-        key = structure, axis, tuple([(tensor.shape, tensor.dtype) for tensor in of_step]), corrects
+        shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (kept[0], *of_step)])
+        key = structure, axis, shapes, corrects
         if key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches have more than {MOST_FORMS} shapes")
@@ -156,6 +229,11 @@ class ListedSteps(RowSteps):
             self._known[key] = parted(trace(energies, tensors, self._model), tensors, len(kept), kept[0])
         made: Parts = self._known[key]
         return made
+
+
+def _of(control: Control, chains: slice) -> Control:
+    """Return a control of some chains."""
+    return control[chains] if isinstance(control, Tensor) and control.dim() else control
 
 
 def _noise_of(noise: Tensor, start: int, stop: int, width: int) -> list[Tensor]:

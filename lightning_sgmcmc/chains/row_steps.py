@@ -16,6 +16,9 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.tensors import Control, exact
 
+FOLLOWING = ("last_lr",)
+"""Entries of a parameter group that a rule sets to a control of the step."""
+
 Clip: TypeAlias = "Callable[[Tensor], Tensor] | None"
 """Returns the gradients that a rule takes, shape (C, P), from the energies'; None if they are those."""
 
@@ -150,6 +153,13 @@ class Choices(NamedTuple):
     shares: Tensor
 
 
+def rule_of(sampler: Sampler, flat: FlatParameters, **attributes: Any) -> Any:
+    """Return a copy of a sampler whose rows and state are others, and some attributes."""
+    rule: Any = object.__new__(type(sampler))
+    vars(rule).update(vars(sampler) | {"flat": flat, "_scratch": {}} | attributes)
+    return rule
+
+
 def corrected(energies: Tensor) -> Tensor:
     """Return Ũ/N with its control variate, if it has one, and log p(θ), shape (…, 2, C), from energies of steps."""
     if energies.shape[-2] == 2:
@@ -247,6 +257,12 @@ class RowSteps:
         if variate.mean is not None:
             energies = torch.cat([energies, (found - variate.mean)[None].to(energies.dtype)])
         return gradient, energies
+
+    def _count(self, controls: Sequence[Controls], count: int) -> None:
+        """Set the entries of the sampler's groups that follow a step's controls, and those that count steps."""
+        for group, (lr, _) in zip(self._sampler.param_groups, controls, strict=True):
+            after = {name: lr[-1] for name in FOLLOWING if name in group}
+            group.update(after | {name: group[name] + count for name in self._sampler.counted(group)})
 
     @torch.no_grad()
     def _check_last(

@@ -10,10 +10,11 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.compiled_step import captures
-from lightning_sgmcmc.chains.trainer import callbacks_of, instances_of
+from lightning_sgmcmc.chains.trainer import callbacks_of, declared, instances_of
 from lightning_sgmcmc.compiling import has_compiler, why_not_compiled
 from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, SEEN, definer, defines, is_known
 from lightning_sgmcmc.namespace import pl, rank_zero_info
+from lightning_sgmcmc.samplers.noise import WHOLE
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
 GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
@@ -25,8 +26,10 @@ PassThroughProfiler = pl.profilers.PassThroughProfiler
 SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
 
 LARGEST = {"cpu": 1_000_000, "cuda": 16_000_000}
-"""Sampled numbers of all chains above which a step's time is that of its arithmetic, by the type of device; others have
-no blocks."""
+"""Sampled numbers of all chains, on a CPU of one, above which a step's time is that of its arithmetic, by the type of
+device; others have no blocks."""
+CACHED = 1_000_000
+"""Sampled numbers of all chains above which one after another makes many steps on a CPU."""
 COMPILATION, AGAIN = 15, 5
 """Seconds in which a step is compiled, first and by a later process from torch's cache."""
 SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
@@ -50,6 +53,8 @@ OF_A_STEP = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
+ACTIONS = ("step_part", "step_variate", "step_choice")
+"""Methods by which a callback says what it does in each of many steps."""
 OF_A_GRAPH = ("on_before_zero_grad", "on_before_backward")
 OF_A_BATCH = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 OF_THE_MODULE = (
@@ -91,7 +96,8 @@ def _saves_time(trainer: Any, module: ChainModel) -> bool:
     repeats."""
     chains = module.chains
     kind = trainer.strategy.root_device.type
-    is_small = numbers_of(module) <= LARGEST.get(kind, -1)
+    each = chains.num_chains if runs_apart(trainer, module) else 1
+    is_small = numbers_of(module) <= LARGEST.get(kind, -1) * each
     if kind == "cuda" and any(isinstance(part, CHANGING) for part in module.modules()):
         return False  # of a residual network's step most is arithmetic, so no other layers are advised
     if not is_small or chains.chosen_execution not in ("auto", "vmap"):
@@ -163,6 +169,15 @@ def _is_within_steps(trainer: Any, each: int, every: float | None) -> bool:
 def numbers_of(module: ChainModel) -> int:
     """Return how many numbers all chains of a process sample."""
     return sum(tensor.numel() for tensor in module.chains.trainable.values())
+
+
+def runs_apart(trainer: Any, module: ChainModel) -> bool:
+    """Return whether steps are listed for one chain after another, since all together have no room in a processor's
+    cache; no callback does something in each."""
+    if trainer.strategy.root_device.type != "cpu" or not CACHED < numbers_of(module) <= WHOLE:
+        return False
+    acting = any(overrides(own, name) for own in declared(trainer) for name in ACTIONS)
+    return module.num_chains > 1 and not acting
 
 
 def _what_is_more(part: nn.Module) -> str | None:

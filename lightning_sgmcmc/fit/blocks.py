@@ -35,6 +35,7 @@ from lightning_sgmcmc.fit.block_runs import (
     has_hooks,
     numbers_of,
     overrides,
+    runs_apart,
     say_compilation,
 )
 from lightning_sgmcmc.fit.checks import OtherWeights, take_num_data
@@ -64,6 +65,8 @@ FEW_FORMS = 16
 """Forms of epochs whose weights are kept."""
 MOST, MOST_NORMAL, MOST_OF_DATA = 512, 2**22, 2**26
 """Steps of a block, normal numbers that are drawn for it at once, and numbers of its batches."""
+MOST_APART = 32
+"""Steps of a block of chains one after another, which draw a step's noise at a time."""
 
 
 class Segment(NamedTuple):
@@ -136,7 +139,10 @@ class StepBlocks:
         self._captures = captures(module.device)
         """Whether steps are captured, with what draws their noise."""
         numbers = numbers_of(module) * max(1, self._sampler.draws)
-        self._most = MOST if self._captures else max(1, min(MOST, MOST_NORMAL // numbers))
+        self._apart = runs_apart(trainer, module)
+        """Whether listed steps are those of one chain after another."""
+        most = MOST if self._captures else max(1, min(MOST, MOST_NORMAL // numbers))
+        self._most = max(most, MOST_APART) if self._apart else most
         """Steps of a block."""
         self._counters = module.chains.counters
         loop: Any = trainer.fit_loop.epoch_loop
@@ -512,7 +518,7 @@ class StepBlocks:
         """Return what makes the coming steps."""
         sampler = self._sampler
         if not self._compiles_now:
-            self._listed = self._listed or energies.listed_steps(sampler, self._singles.clip)
+            self._listed = self._listed or energies.listed_steps(sampler, self._singles.clip, self._apart)
             return self._listed
         if self._compiled is None:
             left = self._trainer.estimated_stepping_batches - self._trainer.global_step

@@ -49,13 +49,15 @@ class FlatGroup:
     ) -> "FlatGroup":
         """Return a group with other tensors in the place of its own."""
         made = cls(group.parameters, values, gradients)
+        made._sizes, made._ends = group._sizes, group._ends  # of one chain, however many rows there are
         made._buffers = {name: (rows, group._buffers[name][1]) for name, rows in buffers.items()}
         return made
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
-        """Return the views of a tensor of shape (C, d) in the parameters' shapes."""
-        columns = rows.split(self._sizes, 1)
-        return [column.view(p.shape) for column, p in zip(columns, self.parameters, strict=True)]
+        """Return the views of a tensor of shape (C, d) in the parameters' shapes; it may have rows of some chains."""
+        columns, whole = rows.split(self._sizes, 1), len(rows) == len(self.values)
+        shapes = [p.shape if whole else (len(rows), *p.shape[1:]) for p in self.parameters]
+        return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
     def columns(self, rows: Tensor) -> list[Tensor]:
         """Return each parameter's columns of a tensor of shape (C, d)."""
@@ -172,6 +174,17 @@ class FlatParameters:
         pointers = {p.data_ptr() for p in parameters if p.numel()}
         ordered = all(_format_of(p) is not None and p.numel() for p in parameters) and len(pointers) == len(parameters)
         return ordered and not _splits_pairs(parameters, num_chains)
+
+    def with_rows(self, values: Sequence[Tensor], buffers: Sequence[Mapping[str, Tensor]]) -> "FlatParameters":
+        """Return what a rule takes for these, with other tensors of each group and of its state."""
+        made: FlatParameters = object.__new__(FlatParameters)
+        vars(made).update(vars(self))
+        made.groups = [
+            FlatGroup.with_rows(group, own, own, rows)
+            for group, own, rows in zip(self.groups, values, buffers, strict=True)
+        ]
+        made._of_values = {id(group.values): group for group in made.groups}
+        return made
 
     def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
         """Return the group whose `values` are the only tensor of a list, or None."""

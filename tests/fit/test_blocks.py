@@ -58,9 +58,10 @@ DATA = TensorDataset(x, y)
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
 CAPTURED = pytest.param("captured", marks=pytest.mark.slow)
 FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow]), CAPTURED]
+ALL, LISTED = ["apart", *FORMS], ["traced", "apart"]
 BOTH = ["traced", pytest.param("compiled", marks=needs_compiler), "captured"]
 """The forms of tests that compile by default; "traced" steps of one chain are listed, "captured" ones are those of a
-GPU, called in the place of a replay."""
+GPU, called in the place of a replay, and "apart" those of one chain after another."""
 STEPS = {"traced": ListedSteps, "compiled": CompiledSteps, "captured": CompiledSteps}
 """What makes the steps of one chain in a form."""
 
@@ -102,6 +103,7 @@ class Run:
         monkeypatch.setattr(block_runs, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
         for name in (compiled_step, blocks, block_runs):
             monkeypatch.setattr(name, "captures", lambda device: form == "captured")
+        monkeypatch.setattr(block_runs, "CACHED", 0 if form == "apart" else math.inf)
         monkeypatch.setattr(compiled_step, "captured", called)
         self.collector = SampleCollector(in_memory=True)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | options
@@ -201,7 +203,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks, without = Run(form, monkeypatch, **CASES[case]()), Run(None, monkeypatch, **CASES[case]())
@@ -223,21 +225,21 @@ RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("form", LISTED)
 @pytest.mark.parametrize("rule", RULES)
-def test_listed_steps_are_those_of_a_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_steps_are_those_of_a_rule(rule: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the change of temperature and adaptation at a burn-in's end."""
-    lengths = counted(ListedSteps, monkeypatch)
+    lengths, chains = counted(ListedSteps, monkeypatch), 1 if form == "traced" else 3
+    schedule = partial(SamplingSchedule, burn_in_steps=100, every_n_steps=5)
 
     def run(form: str | None) -> Run:
-        schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=5)
-        return Run(form, monkeypatch, schedule, sampler=RULES[rule], chains=1, epochs=20)
+        return Run(form, monkeypatch, schedule(), sampler=RULES[rule], chains=chains, epochs=20)
 
-    listed, without = run("traced"), run(None)
+    listed, without = run(form), run(None)
     assert sum(lengths) > 60  # of 140, and none of the first 64
     listed.check_like(without)
-    groups = [each.trainer.optimizers[0].param_groups[0] for each in (listed, without)]
-    for name in groups[1].keys() - {"params"}:
-        assert groups[0][name] == groups[1][name], name
+    own, others = (dict(each.trainer.optimizers[0].param_groups[0]) for each in (listed, without))
+    assert own | {"params": []} == others | {"params": []}
 
 
 def counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -253,7 +255,7 @@ def counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_steps_in_double_precision(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data in single precision are converted, as in Lightning's loop."""
     made, without = (Run(own, monkeypatch, precision="64-true", epochs=20) for own in (form, None))
@@ -321,7 +323,7 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("case", CALLBACKS)
 @pytest.mark.by_default("cycles-", "warm start", "replica exchange", "a contour-", "interacting", "after a warm-up")
 def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +332,7 @@ def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.
     runs[0].check_like(runs[1])
     assert runs[0].hidden > 0
     if "contour" in case:
-        assert form == "traced" or runs[0].compiled > 150
+        assert form in LISTED or runs[0].compiled > 150
         mine, theirs = (run.module.contour.state for run in runs)
         assert torch.equal(mine.visits, theirs.visits)
         torch.testing.assert_close(mine.log_vector, theirs.log_vector, rtol=1e-4, atol=1e-4)
@@ -357,7 +359,7 @@ def test_one_chain_with_a_contour(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             assert mine == theirs or float(mine) == pytest.approx(float(theirs), rel=1e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("every", [7, 3])
 @pytest.mark.by_default("7-")
 def test_replicas_are_exchanged_between_steps(
@@ -373,7 +375,7 @@ def test_replicas_are_exchanged_between_steps(
     whole.check_like(without)
     steps = whole.trainer.global_step
     assert whole.hidden > steps / 2
-    assert whole.compiled == 0 if form == "traced" or every < 4 else whole.compiled > steps / 3
+    assert whole.compiled == 0 if form in LISTED or every < 4 else whole.compiled > steps / 3
     mine, theirs = (
         next(c for c in run.trainer.callbacks if isinstance(c, ReplicaExchange)).state_dict()
         for run in (whole, without)

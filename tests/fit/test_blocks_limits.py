@@ -12,7 +12,7 @@ from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, NonFiniteEnergyErro
 from lightning_sgmcmc.callbacks import EWSG, ControlVariates, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
-from tests.fit.test_blocks import BOTH, FORMS, STEPS, Run, counted, needs_compiler, network, x, y
+from tests.fit.test_blocks import ALL, BOTH, LISTED, STEPS, Run, counted, needs_compiler, network, x, y
 
 
 class Calls(nn.Module):
@@ -69,7 +69,7 @@ def test_more_than_tensor_operations(form: str, chains: int, kind: Any, monkeypa
     run(form).check_like(run(None))
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", [*BOTH, "apart"])
 def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(2_000, 3, generator=torch.Generator().manual_seed(5))
     targets = rows[:, :1].sin()
@@ -150,7 +150,7 @@ def test_batches_that_are_not_tensors_of_few_shapes(named: bool, monkeypatch: py
     run("traced").check_like(run(None))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_data_that_grow(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Growing(TensorBatches):
         """Ten more rows at each epoch."""
@@ -166,7 +166,7 @@ def test_data_that_grow(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("lightning_sgmcmc.fit.blocks.LAST", 1)
     with_blocks, without = run(form), run(None)
-    assert with_blocks.compiled > 0 or form == "traced"
+    assert with_blocks.compiled > 0 or form in LISTED
     with_blocks.check_like(without)
 
 
@@ -213,7 +213,7 @@ def test_a_sampler_whose_state_is_loaded_within_a_fit(form: str, monkeypatch: py
 # -- clipped gradients -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize(
     ("algorithm", "limit", "chains", "each"), [("norm", 0.3, 2, 1), ("norm", 0.3, 1, 1), ("value", 0.05, 2, 2)]
 )
@@ -251,3 +251,14 @@ def test_what_is_no_faster_compiled_is_listed(kind: str, monkeypatch: pytest.Mon
     module = BayesianModule(net, Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
     made = Run("compiled", monkeypatch, module=module, epochs=20)
     assert (made.compiled, made.hidden > 60) == (0, True)
+
+
+def test_many_chains_of_a_network_have_blocks() -> None:
+    """By sizes as they are: 60 chains of 20,001 numbers."""
+    net = nn.Sequential(nn.Linear(3, 4_000), nn.Tanh(), nn.Linear(4_000, 1))
+    module = BayesianModule(net, Gaussian(0.3), sampler=SGLD, lr=1e-7, num_chains=60, seed=3)
+    schedule = SamplingSchedule(burn_in_epochs=1, every_n_epochs=20)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=40, callbacks=[schedule], enable_progress_bar=False, **quiet)
+    trainer.fit(module, datamodule=DatasetDataModule(TensorDataset(x[:40], y[:40]), batch_size=20))
+    assert module.chains.counters.hidden_steps > 0
