@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ from lightning_sgmcmc.chains.trainer import baseline_of, is_trial, run_folder
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, advice_on, five_sentences
-from lightning_sgmcmc.files import free_name, is_regular, replacing, warning_of_failed_writes, write_output
+from lightning_sgmcmc.files import free_name, free_space, is_regular, replacing, warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import (
     METHODS,
     NETWORKS,
@@ -340,8 +341,13 @@ class PredictionWriter(BasePredictionWriter):
         path = folder / "predictions.safetensors"
         if is_regular(path):
             path.rename(free_name(path))
-        with replacing(path) as temporary:
-            save_file(tensors, temporary)
+        try:
+            with replacing(path) as temporary:
+                save_file(tensors, temporary)
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} could not be written: {error}{free_space(folder)}; free space, and predict again"
+            ) from error
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {path}")
         if table is None:
             return

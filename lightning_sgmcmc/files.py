@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -136,7 +136,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except Exception as error:
         if isinstance(error, OSError) and error.strerror and error.filename2 is None:  # names none or another
             error.filename = str(path)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that is read-only by now
+            temporary.unlink(missing_ok=True)
         raise
 
 

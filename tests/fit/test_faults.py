@@ -26,7 +26,7 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.fit import ranks as interruption
 from lightning_sgmcmc.fit.checkpoints import AtomicCheckpointIO
 from lightning_sgmcmc.fit.ranks import FILE_NAME
-from tests.support.faults import STEPS, SignalAt, fit, loader, module, steps_of
+from tests.support.faults import STEPS, SignalAt, fit, limited_files, loader, module, steps_of
 from tests.support.processes import in_a_process
 from tests.support.trainers import quiet_trainer
 
@@ -210,13 +210,8 @@ def test_a_full_disk_at_a_report_leaves_the_samples_in_memory(
         trainer = quiet_trainer(max_steps=STEPS, callbacks=callbacks, default_root_dir=tmp_path)
         trainer.fit(module(), loader(), torch.utils.data.DataLoader(loader().dataset, 8))
 
-    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
-    try:
-        with pytest.warns(UserWarning, match="the run continues without it") as caught:
-            run()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
-        signal.signal(signal.SIGXFSZ, before[1])
+    with limited_files(), pytest.warns(UserWarning, match="the run continues without it") as caught:
+        run()
     assert collector.posterior is not None
     assert [record.step for record in collector.posterior.records] == list(range(2, STEPS + 1, 2))
     said = " ".join(str(one.message) for one in caught)
