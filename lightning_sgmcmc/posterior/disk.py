@@ -282,10 +282,12 @@ class DiskStore(SampleStore):
         """Add samples to the manifest whose files are written, by this process or others."""
         if not records:
             return
+        path = self.path / manifest.MANIFEST
         try:
-            manifest.add_line(self.path / manifest.MANIFEST, "\n".join(map(manifest.line_of, records)))
+            manifest.add_line(path, "\n".join(map(manifest.line_of, records)))
         except OSError as error:
-            raise unusable(self.path, error) from error
+            what = f"the samples of step {records[0].step}"
+            raise manifest.unwritten(self.path, what, str(path), error, len(self._records)) from error
         self._records += records
         self._places |= _places_of(records)
 
