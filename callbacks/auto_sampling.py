@@ -37,7 +37,7 @@ from lightning_sgmcmc.evaluation.scoring import (
     scores_on,
     states_on,
 )
-from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.files import warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import CHOICES, shown_path
 from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
@@ -426,8 +426,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         """Write the callback that repeats this run to the run's folder, and say what it chose."""
         where = "."
         if folder is not None:
-            write_output(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
-            where = f"; {shown_path(folder / CHOICES)} repeats these choices."
+            with warning_of_failed_writes():
+                write_output(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
+                where = f"; {shown_path(folder / CHOICES)} repeats these choices."
         end = self.run.chains.progress.warm_steps + self.laid_out.switch  # where the scale becomes that for novelty
         last = [[std for step, std in self.chosen[chain] if step < end] for chain in sorted(self.chosen)]
         final = ", ".join(f"{stds[-1]:.3g}" for stds in last)

@@ -353,9 +353,10 @@ class PosteriorDashboard(SamplerCallback):
             function()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if not {part, reason} & self._warned:
+            kind = f"{type(error).__name__} {getattr(error, 'errno', None) or error}"  # a full disk, whatever the file
+            if not {part, kind} & self._warned:
                 rank_zero_warn(f"PosteriorDashboard could not draw '{part}' ({reason}); the run continues without it.")
-            self._warned |= {part, reason}
+            self._warned |= {part, kind}
 
     def end(self) -> None:
         self._traced, self._drawing = {}, None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ from lightning_sgmcmc.chains.trainer import baseline_of, is_trial, run_folder
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, advice_on, five_sentences
-from lightning_sgmcmc.files import free_name, is_regular, replacing, write_output
+from lightning_sgmcmc.files import free_name, free_space, is_regular, replacing, warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import (
     METHODS,
     NETWORKS,
@@ -131,13 +132,15 @@ class RunSummary(SamplerCallback):
                 "contour": None if module.contour is None else module.contour.as_json(),
                 "origin": origin_of_run(),
             }
-            keep_earlier_results(folder, results)
-            write_results(folder, results, _markdown(rows))
-            self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
+            with warning_of_failed_writes():
+                keep_earlier_results(folder, results)
+                write_results(folder, results, _markdown(rows))
+                self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
         title = _title(evaluation, what, stage) + (" (fast_dev_run: hardly trained)" if is_trial(trainer) else "")
         self._ended = _Ended(evaluation, list(sentences.values()), title, folder, module.plan, health)
         if not is_trial(trainer):
-            write_output(folder / SUMMARY, self._ended.text().encode())
+            with warning_of_failed_writes():
+                write_output(folder / SUMMARY, self._ended.text().encode())
         if self.show == "all":
             print(self._ended.text(), end="")
         elif self.show == "summary":
@@ -338,8 +341,13 @@ class PredictionWriter(BasePredictionWriter):
         path = folder / "predictions.safetensors"
         if is_regular(path):
             path.rename(free_name(path))
-        with replacing(path) as temporary:
-            save_file(tensors, temporary)
+        try:
+            with replacing(path) as temporary:
+                save_file(tensors, temporary)
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} could not be written: {error}{free_space(folder)}; free space, and predict again"
+            ) from error
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {path}")
         if table is None:
             return

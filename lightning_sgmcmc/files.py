@@ -9,9 +9,11 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from lightning_sgmcmc.namespace import rank_zero_warn
 
 TEMPORARY = ".sgmcmc.tmp"
 """How the names of files end that are being written."""
@@ -131,8 +133,11 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)  # of an earlier process, or a link that someone left there
         yield temporary
         os.replace(temporary, path)
-    except Exception:
-        temporary.unlink(missing_ok=True)
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror and error.filename2 is None:  # names none or another
+            error.filename = str(path)
+        with suppress(OSError):  # of a disk that is read-only by now
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -158,6 +163,19 @@ def write_output(path: Path, content: bytes) -> None:
     """Write a file of a run's folder completely or not at all; the folder is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content, durable=False)
+
+
+@contextmanager
+def warning_of_failed_writes() -> Iterator[None]:
+    """Warn where what a fit reports cannot be written: its samples may be in memory, so it goes on."""
+    try:
+        yield
+    except OSError as error:
+        folder = Path(str(error.filename)).parent
+        rank_zero_warn(
+            f"{error.filename} could not be written: {error.strerror}{free_space(folder)}; the run continues without "
+            "it, and its samples do not need it: free or repair the disk."
+        )
 
 
 def free_name(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """Calls of a module with the states of several samples: all at once, or one after another."""
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -154,6 +155,19 @@ _LOCKS: "WeakKeyDictionary[nn.Module, threading.RLock]" = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
 _FITTED: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 """The thread of each network's present fit."""
+
+
+def _forget_other_threads() -> None:
+    """In a forked process only the thread that forked exists: nobody would release the locks of the others."""
+    global _LOCKS, _LOCKS_LOCK
+    _LOCKS, _LOCKS_LOCK = WeakKeyDictionary(), threading.Lock()
+    for network, thread in list(_FITTED.items()):
+        if thread != threading.get_ident():
+            del _FITTED[network]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def _network_of(module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ import lightning_sgmcmc
 from lightning_sgmcmc import __version__, callbacks, datamodules, samplers
 from lightning_sgmcmc.callbacks import SamplerCallback
 from lightning_sgmcmc.cli.before_fit import TuningTrainer
-from lightning_sgmcmc.cli.exits import EXIT_CODES, Mistake, one_sentence, printable
+from lightning_sgmcmc.cli.exits import EXIT_CODES, Mistake, one_sentence, printable, sentence
 from lightning_sgmcmc.cli.fit import SamplingCLI, run_command
 from lightning_sgmcmc.datamodules import ImageDataModule
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -234,7 +234,7 @@ def report(args: Sequence[str]) -> None:
             print(printable(f"{options.run} holds {among} runs; this is the newest with samples: {folder}"))
         print(printable(f"Report: {write_report(folder, options.output, options.parameters)}"))
     except (RunError, OSError) as error:
-        parser.exit(2, printable(f"sgmcmc report: {error}\n"))
+        parser.exit(2, printable(f"sgmcmc report: {sentence(error)}\n"))
 
 
 def compare(args: Sequence[str]) -> None:
@@ -250,10 +250,10 @@ def compare(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     try:
         runs = compare_runs(options.runs)
+        print(printable(text(runs)), end="")
         write_comparison(runs, Path(options.output))
     except (RunError, OSError) as error:
-        parser.exit(2, printable(f"sgmcmc compare: {error}\n"))
-    print(printable(text(runs)), end="")
+        parser.exit(2, printable(f"sgmcmc compare: {sentence(error)}\n"))
     print(printable(f"Page: {options.output}"))
 
 

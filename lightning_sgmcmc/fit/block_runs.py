@@ -37,6 +37,8 @@ SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
 WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
 callback."""
+TIMED = 6e-4
+"""Seconds of a run's `max_time` that count as a step: in 30 s compiled steps make up for twice their compilation."""
 LARGEST_COMPILED = 200_000
 """Sampled numbers of all chains from which compiling saves nothing on a CPU, as with convolutions."""
 SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
@@ -228,6 +230,16 @@ def _learn(acting: Sequence[RunCallback]) -> bool:
     return any(overrides(callback, "step_part") for callback in acting)
 
 
+def expected_steps(trainer: pl.Trainer) -> float:
+    """Return the steps of a run, infinite if unknown; no more than its `max_time` lets it make."""
+    limits = [
+        timer.time_elapsed() + left  # its whole time, so that a resumed run makes the same steps
+        for timer in instances_of(trainer, Timer)
+        if (left := timer.time_remaining()) is not None
+    ]
+    return min([trainer.estimated_stepping_batches, *(limit / TIMED for limit in limits)])
+
+
 def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) -> bool:
     """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
     if captures(module.device):
@@ -243,9 +255,9 @@ def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) ->
 
 def say_compilation(steps: float, acting: Sequence[RunCallback], are_captured: bool) -> None:
     """Say what compiling the coming steps takes and saves."""
-    each = SAVED_LEARNING if _learn(acting) else SAVED
-    saved = steps * (SAVED_CAPTURED if are_captured else each)
+    each = SAVED_CAPTURED if are_captured else SAVED_LEARNING if _learn(acting) else SAVED
+    saved = f"{steps * each:,.0f} s" if math.isfinite(steps) else f"{each * 1e6:,.0f} µs a step"
     rank_zero_info(
         f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which saves "
-        f"about {saved:,.0f} s."
+        f"about {saved}."
     )

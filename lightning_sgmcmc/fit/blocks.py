@@ -32,6 +32,7 @@ from lightning_sgmcmc.fit.block_runs import (
     WORTH_LEARNING,
     acts_in_steps,
     compiles,
+    expected_steps,
     has_hooks,
     numbers_of,
     overrides,
@@ -123,7 +124,7 @@ class StepBlocks:
         self._each = self._singles.each
         """Batches of a step."""
         self._coming = ComingControls(trainer, module, self._acting)
-        self._compiles = compiles(module, trainer.estimated_stepping_batches, self._acting)
+        self._compiles = compiles(module, expected_steps(trainer), self._acting)
         self._lists = True
         """Whether steps may be listed where they are not compiled."""
         self._cause: str | None = None
@@ -521,7 +522,7 @@ class StepBlocks:
             self._listed = self._listed or energies.listed_steps(sampler, self._singles.clip, self._apart)
             return self._listed
         if self._compiled is None:
-            left = self._trainer.estimated_stepping_batches - self._trainer.global_step
+            left = expected_steps(self._trainer) - self._trainer.global_step
             if self._compiles:
                 say_compilation(left, self._acting, self._captures)
             self._compiled = energies.compiled_steps(sampler, self._singles.clip, self._most, self._compiles)

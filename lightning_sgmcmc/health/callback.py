@@ -13,7 +13,7 @@ from lightning_sgmcmc.chains.schedule import is_optimization
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.chains.trainer import declared, is_trial, log_scalars, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
-from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.files import warning_of_failed_writes, write_output
 from lightning_sgmcmc.health.assessment import assess
 from lightning_sgmcmc.health.estimates import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.health.facts import facts_of
@@ -248,10 +248,11 @@ class ChainHealth(StepClaimant):
                 rank_zero_warn(f"ChainHealth: {finding.text}.")
         if trainer.is_global_zero and self.warn and not is_trial(trainer):
             content = json.dumps(report.as_json(), indent=2) + "\n"
-            write_output(self._folder / HEALTH, content.encode())
             store = None if self.run.module.posterior is None else self.run.module.posterior.store
-            if isinstance(store, DiskStore) and store.path.parent != self._folder:  # samples of a folder of their own
-                write_output(store.path / HEALTH, content.encode())
+            with warning_of_failed_writes():
+                write_output(self._folder / HEALTH, content.encode())
+                if isinstance(store, DiskStore) and store.path.parent != self._folder:  # a folder of their own
+                    write_output(store.path / HEALTH, content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Samples in a folder of safetensors files and a manifest, written at once or by a thread beside the run."""
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from lightning_sgmcmc.contour.contour import ContourState
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import (
     flush_folder,
+    free_space,
     is_regular,
     make_folder,
     read_regular,
@@ -76,7 +78,7 @@ class DiskStore(SampleStore):
         self._shared: dict[str, Tensor] | None = None
         self._narrow: Narrow | None = None
         self._writer: BackgroundWriter | None = None
-        self._unrecorded: list[SampleRecord] | None = None
+        self.unrecorded: list[SampleRecord] | None = None
         """The records of samples that this process has written and the first one is to record (`share_writing`)."""
         self._records: list[SampleRecord] = []
         self.reload()
@@ -230,7 +232,7 @@ class DiskStore(SampleStore):
         stored = self._stored(sample)
         self._take_place(sample)
         try:
-            self._enter(write_sample(self.path, stored, len(self.records), self._unrecorded is None))
+            self._enter(write_sample(self.path, stored, len(self.records), self.unrecorded is None))
         except OSError:
             self._places = _places_of(self.records)  # so that it can be appended again
             raise
@@ -260,30 +262,32 @@ class DiskStore(SampleStore):
 
     def _enter(self, record: SampleRecord) -> None:
         """Add the record of a sample that is written."""
-        records = self._records if self._unrecorded is None else self._unrecorded
+        records = self._records if self.unrecorded is None else self.unrecorded
         records.append(record)  # the getter would settle again
         self._verified.add(record.file)
 
     def share_writing(self, shares: bool = True) -> None:
         """Let this process write the files of samples that are appended, and the first process of the run the manifest
         (`record`); or end it."""
-        self._unrecorded = [] if shares else None
+        self.unrecorded = [] if shares else None
 
     def take_written(self) -> list[SampleRecord]:
         """Return the records of the files that this process has written since the last call, once they are on the
         disk."""
         self._settle()
-        written, self._unrecorded = self._unrecorded or [], []
+        written, self.unrecorded = self.unrecorded or [], []
         return written
 
     def record(self, records: Sequence[SampleRecord]) -> None:
         """Add samples to the manifest whose files are written, by this process or others."""
         if not records:
             return
+        path = self.path / manifest.MANIFEST
         try:
-            manifest.add_line(self.path / manifest.MANIFEST, "\n".join(map(manifest.line_of, records)))
+            manifest.add_line(path, "\n".join(map(manifest.line_of, records)))
         except OSError as error:
-            raise unusable(self.path, error) from error
+            what = f"the samples of step {records[0].step}"
+            raise manifest.unwritten(self.path, what, str(path), error, len(self._records)) from error
         self._records += records
         self._places |= _places_of(records)
 
@@ -434,7 +438,7 @@ class DiskStore(SampleStore):
         earlier = len(self._records) + len(writer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in sample.own_state.values())
         try:
-            with_line = self._unrecorded is None
+            with_line = self.unrecorded is None
             writer.submit(
                 lambda: partial(self._enter, write_sample(self.path, self._stored(copy()), earlier, with_line)), size
             )
@@ -471,7 +475,7 @@ class DiskStore(SampleStore):
         try:
             writer.close()
         finally:
-            self._places = _places_of([*self.records, *(self._unrecorded or ())])
+            self._places = _places_of([*self.records, *(self.unrecorded or ())])
 
     def __getstate__(self) -> dict[str, object]:
         self._settle()
@@ -508,6 +512,29 @@ def begin_store(
         lock = StoreLock(path)
     DiskStore.create(path, model_description, columns, shared, narrow)
     return lock
+
+
+@contextmanager
+def whole_store(path: Path, *common: Any) -> Iterator[DiskStore]:
+    """Create a store for samples that there are already. Its manifest names all of them, when the block has ended;
+    after an error nothing of it is left, since some of them would load like all."""
+    earlier = set(path.iterdir()) if path.is_dir() else set()
+    store = DiskStore.create(path, *common)
+    try:
+        store.share_writing()
+        yield store
+        store.record(store.take_written())
+        store.share_writing(False)
+    except BaseException as error:
+        for entry in sorted(set(path.iterdir()) - earlier, key=lambda entry: entry.name != manifest.MANIFEST):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(
+                error.errno,
+                f"the samples could not be written to {path}: {os.strerror(error.errno)}{free_space(path)}; nothing "
+                "of them is left there: free space, or pass another path",
+            ) from error
+        raise
 
 
 def check_same_dtype(store: DiskStore, narrow: Narrow | None) -> None:

@@ -1,6 +1,7 @@
 """Last-layer Laplace approximations around samples, by the optional package laplace-torch."""
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.description import describe_model
-from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.disk import whole_store
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.seeding import derive_seed
@@ -76,27 +77,26 @@ def last_layer_laplace(
         raise ValueError(
             f"last_layer_laplace knows Categorical and Gaussian likelihoods, got {type(model.likelihood).__name__}"
         )
-    store: SampleStore
-    if path is None:
-        store = MemoryStore()
-        store.columns = posterior.store.columns
-    else:
-        known = getattr(posterior.store, "model_description", None)
-        store = DiskStore.create(path, known or describe_model(model)[0], posterior.store.columns)
+    into: AbstractContextManager[SampleStore] = nullcontext(MemoryStore())
+    if path is not None:
+        known = getattr(posterior.store, "model_description", None) or describe_model(model)[0]
+        into = whole_store(Path(path), known, posterior.store.columns)
     network = collapse(copy.deepcopy(model)).eval()
-    for sample in posterior:
-        if MASK_SEED in sample.buffers:
-            raise ValueError("last_layer_laplace needs optima, and these samples are dropout masks: omit MCDropout")
-        with torch.no_grad():
-            for name, tensor in network_state(network).items():
-                tensor.copy_(sample.state[name])
-        fitted = _fit(network, loader, hessian, prior_precision)
-        own = derive_seed(seed, "Laplace", sample.chain, sample.step)
-        generator = torch.Generator(network.device).manual_seed(own)
-        with torch.no_grad():
-            drawn = fitted.sample(num_draws, generator=generator)
-        for draw, vector in enumerate(drawn):
-            store.append(replace(sample, parameters=sample.parameters | _named(fitted, vector), draw=draw))
+    with into as store:
+        store.columns = posterior.store.columns
+        for sample in posterior:
+            if MASK_SEED in sample.buffers:
+                raise ValueError("last_layer_laplace needs optima, and these samples are dropout masks: omit MCDropout")
+            with torch.no_grad():
+                for name, tensor in network_state(network).items():
+                    tensor.copy_(sample.state[name])
+            fitted = _fit(network, loader, hessian, prior_precision)
+            own = derive_seed(seed, "Laplace", sample.chain, sample.step)
+            generator = torch.Generator(network.device).manual_seed(own)
+            with torch.no_grad():
+                drawn = fitted.sample(num_draws, generator=generator)
+            for draw, vector in enumerate(drawn):
+                store.append(replace(sample, parameters=sample.parameters | _named(fitted, vector), draw=draw))
     return Posterior(store, model)
 
 

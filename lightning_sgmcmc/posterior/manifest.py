@@ -278,15 +278,18 @@ def write_sample(folder: Path, sample: PosteriorSample, earlier: int, with_line:
         if with_line:
             add_line(folder / MANIFEST, line_of(record))
     except OSError as error:
-        what = f"the {earlier} earlier samples are complete: free space, and resume from the last checkpoint"
-        if not (folder / MANIFEST).exists():
-            what = f"the folder was deleted, with the {earlier} earlier samples: start a new run"
-        raise OSError(
-            error.errno,
-            f"the sample of step {sample.step} could not be written to {folder / name} "
-            f"({megabytes(len(content))}): {error.strerror}{free_space(folder)}; {what}",
-        ) from error
+        what = f"the sample of step {sample.step}", f"{folder / name} ({megabytes(len(content))})"
+        raise unwritten(folder, *what, error, earlier) from error
     return record
+
+
+def unwritten(folder: Path, what: str, where: str, error: OSError, earlier: int) -> OSError:
+    """Return the error for a part of a store that could not be written."""
+    remedy = f"the {earlier} earlier samples are complete: free space, and resume from the last checkpoint"
+    if not (folder / MANIFEST).exists():
+        remedy = f"the folder was deleted, with the {earlier} earlier samples: start a new run"
+    reason = f"{error.strerror}{free_space(folder)}"
+    return OSError(error.errno, f"{what} could not be written to {where}: {reason}; {remedy}")
 
 
 def add_line(path: Path, line: str, block: int = 4096) -> None:

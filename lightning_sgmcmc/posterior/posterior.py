@@ -302,8 +302,6 @@ class Posterior(Decisions):
                 numbers too large for float16.
         """
         saved = Posterior(save_samples(self, path, dtype, base), self.model)
-        if self.novelty is not None:
-            saved.keep_novelty(self.novelty)
         saved._why_no_model = self._why_no_model
         saved.calibration = saved_calibration(saved.store)
         return saved

@@ -18,15 +18,15 @@ from lightning_sgmcmc.files import local_path, parse_json, read_regular
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.posterior.calibration import identify, save_calibration
 from lightning_sgmcmc.posterior.description import description_for_store
-from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore, whole_store
 from lightning_sgmcmc.posterior.export import summary
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.store import Narrow, SampleStore, StoreView, narrow_dtype
 from lightning_sgmcmc.tensors import widest
 
 
-def save_samples(posterior: Any, path: str | Path, dtype: Any, base: str | None) -> DiskStore:
-    """Write the samples of a posterior to a folder; see `Posterior.save`."""
+def save_samples(posterior: Any, path: str | Path, dtype: Any, base: str | None, novelty: bool = True) -> DiskStore:
+    """Write the samples of a posterior to a folder, with or without those for novelty; see `Posterior.save`."""
     folder = local_path(path, "path", "save to a local folder, and copy it; or use push_to_hub")
     store: SampleStore = posterior.store
     name = narrow_dtype(dtype)
@@ -45,13 +45,15 @@ def save_samples(posterior: Any, path: str | Path, dtype: Any, base: str | None)
     description = store.model_description
     if description is None and posterior.model is not None:
         description = description_for_store(posterior.model)
-    saved = DiskStore.create(folder, description, store.columns, store.shared or first.shared, narrow)
-    for sample in _distinct(store):
-        saved.append(sample)
-    if store.contour is not None:
-        saved.contour = store.contour
-    if posterior.calibration is not None:
-        save_calibration(replace(posterior.calibration, samples=identify(saved.records)), saved)
+    with whole_store(folder, description, store.columns, store.shared or first.shared, narrow) as saved:
+        for sample in _distinct(store):
+            saved.append(sample)
+        if store.contour is not None:
+            saved.contour = store.contour
+        if posterior.calibration is not None:
+            save_calibration(replace(posterior.calibration, samples=identify(saved.unrecorded or ())), saved)
+        if novelty and posterior.novelty is not None:
+            type(posterior)(saved, posterior.model).keep_novelty(posterior.novelty)
     return saved
 
 
@@ -111,7 +113,7 @@ def push(
     hub = _hub("push_to_hub")
     results = _results_of(posterior, run)
     with TemporaryDirectory() as folder:
-        saved = save_samples(posterior, Path(folder) / "samples", dtype, base)
+        saved = save_samples(posterior, Path(folder) / "samples", dtype, base, novelty=False)
         (saved.path / "README.md").write_text(card(name, saved, posterior.calibration, results), encoding="utf-8")
         hub.create_repo(repo_id=name, private=private, exist_ok=True)
         message = f"{len(saved)} samples by lightning-sgmcmc {version('lightning-sgmcmc')}"

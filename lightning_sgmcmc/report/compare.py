@@ -56,7 +56,7 @@ class ComparedRun:
 
 def compare_runs(runs: Sequence[str | Path]) -> list[ComparedRun]:
     """Return runs with intervals over resampled data, which all runs share, and paired differences from the first."""
-    folders = [find_run(run)[0] for run in runs]
+    folders = [find_run(run)[0].resolve() for run in runs]
     if len(folders) < 2:
         raise RunError(f"a comparison needs two runs or more, got {len(folders)}: pass another folder")
     twice = next((folder for index, folder in enumerate(folders) if folder in folders[:index]), None)
@@ -147,7 +147,7 @@ def _check_data(folders: Sequence[Path], found: Sequence[StoredEvaluation]) -> N
 
 def _labels(folders: Sequence[Path]) -> list[str]:
     """Return the shortest parts of the folders' paths that differ, without the end that they share."""
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [folder.parts for folder in folders]
     while len({one[-1] for one in parts}) == 1:
         parts = [one[:-1] for one in parts]
     for length in range(1, max(map(len, parts)) + 1):

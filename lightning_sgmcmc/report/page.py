@@ -8,7 +8,7 @@ from typing import Any
 from lightning_sgmcmc.chains.samples import comparable_log_weights
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
-from lightning_sgmcmc.files import text_without_secrets, write_atomically
+from lightning_sgmcmc.files import is_regular, text_without_secrets, write_atomically
 from lightning_sgmcmc.fit.results import OPTIMIZED, STAGE_NAMES, is_of_optimization
 from lightning_sgmcmc.health.report import LEVELS, POSTERIOR, Advice, advise
 from lightning_sgmcmc.planning.plan import with_article
@@ -67,11 +67,11 @@ def write_report(run: str | Path, output: str | Path | None = None, parameters: 
     folder, _ = find_run(run)
     record = read_run(folder)
     content = render(record, parameters).encode(errors="replace")
-    if output is not None:
-        Path(output).write_bytes(content)
-        return Path(output)
-    path = folder / "report.html"
-    write_atomically(path, content, durable=False)  # replaces a link there, not the file that it points to
+    path = folder / "report.html" if output is None else Path(output)
+    if output is not None and path.exists() and not is_regular(path):
+        path.write_bytes(content)  # a link or a pipe that the user names
+    else:
+        write_atomically(path, content, durable=False)  # replaces a link in the folder, not the file that it points to
     return path
 
 

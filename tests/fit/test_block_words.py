@@ -1,6 +1,7 @@
 """Whatever keeps the steps of a run out of blocks, or from being made together, is reported once, with a remedy."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, ResumableLoader
 from lightning_sgmcmc.callbacks import EWSG, ContourGradient, ControlVariates, SamplerCallback
+from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.contour import ContourRules
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import blocks
 from tests.fit.test_blocks import DATA, Run, network
+from tests.support.trainers import quiet_trainer
 
 NONE, SINGLE = "Steps are not made in blocks, since ", "Steps are made one by one, since "
 
@@ -227,3 +230,23 @@ def test_accumulation_that_begins_later(monkeypatch: pytest.MonkeyPatch) -> None
 
     with_blocks, without = made("traced"), made(None)
     with_blocks.check_like(without, exactly=True)
+
+
+class CompilesNow(Exception):
+    """Ends a fit in place of compiling."""
+
+
+@pytest.mark.parametrize(("seconds", "saves"), [(1, None), (45, "13 s"), (None, "180 µs a step")])
+def test_a_run_with_little_time_does_not_compile(
+    seconds: int | None, saves: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 6 seconds had half the samples, since compiling took the rest; one without an end saves at each step."""
+
+    def compiled_steps(*args: Any) -> Any:
+        raise CompilesNow
+
+    monkeypatch.setattr(ChainEnergies, "compiled_steps", compiled_steps)
+    limit = pl.callbacks.Timer(None if seconds is None else {"seconds": seconds})
+    with caplog.at_level("INFO", "pytorch_lightning"), nullcontext() if saves is None else pytest.raises(CompilesNow):
+        quiet_trainer(max_epochs=-1, callbacks=[limit]).fit(module(), datamodule=DatasetDataModule(DATA, batch_size=20))
+    assert [one.rpartition("saves about ")[2] for one in said(caplog)] == ([] if saves is None else [f"{saves}."])

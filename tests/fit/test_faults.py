@@ -15,10 +15,18 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+)
 from lightning_sgmcmc.fit import ranks as interruption
 from lightning_sgmcmc.fit.checkpoints import AtomicCheckpointIO
 from lightning_sgmcmc.fit.ranks import FILE_NAME
-from tests.support.faults import STEPS, SignalAt, fit, loader, module, steps_of
+from tests.support.faults import STEPS, SignalAt, fit, limited_files, loader, module, steps_of
 from tests.support.processes import in_a_process
 from tests.support.trainers import quiet_trainer
 
@@ -188,6 +196,29 @@ def test_a_full_disk_at_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*"))
     fit(tmp_path, ckpt_path="last")
     assert steps_of(tmp_path) == list(range(2, STEPS + 1, 2))
+
+
+def test_a_full_disk_at_a_report_leaves_the_samples_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What only describes the run is named in a warning; the fit ends well, and its sentences are printed."""
+    collector = SampleCollector(in_memory=True)
+
+    def run() -> None:
+        reports = [BayesianModelAverage(), ChainHealth(), RunSummary(), PosteriorDashboard(figures=["tables"])]
+        callbacks = [SamplingSchedule(every_n_steps=2), collector, *reports, FileLimit(6, 0)]
+        trainer = quiet_trainer(max_steps=STEPS, callbacks=callbacks, default_root_dir=tmp_path)
+        trainer.fit(module(), loader(), torch.utils.data.DataLoader(loader().dataset, 8))
+
+    with limited_files(), pytest.warns(UserWarning, match="the run continues without it") as caught:
+        run()
+    assert collector.posterior is not None
+    assert [record.step for record in collector.posterior.records] == list(range(2, STEPS + 1, 2))
+    said = " ".join(str(one.message) for one in caught)
+    for name in ("health.json", "results.json", "summary.txt"):
+        assert f"{tmp_path / 'sgmcmc' / name} could not be written: File too large (" in said
+    assert said.count("PosteriorDashboard could not") == 1
+    assert "The average of 12 samples is" in " ".join(capsys.readouterr().out.split())
 
 
 def test_checkpoints_stay_the_users_own_way() -> None:

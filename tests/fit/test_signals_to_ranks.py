@@ -44,6 +44,20 @@ def test_a_signal_to_one_of_two_forked_ranks_saves_the_state_of_both(number: int
     assert_same(fit_in_layout(tmp_path / "whole", 2, 1)[0], samples)
 
 
+class Deletion(pl.Callback):
+    """Rank 0 deletes the store's list, as somebody may who clears the disk."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == 8:
+            (pl_module.posterior.store.path / "manifest.jsonl").unlink()
+
+
+def test_two_ranks_whose_samples_are_deleted_are_told_so(tmp_path: Path) -> None:
+    told = r"the samples of step 10 could not be written to .*deleted, with the 2 earlier samples: start a new run"
+    with pytest.raises(ProcessRaisedException, match=told):
+        fit_in_layout(tmp_path, 1, 2, callbacks=[Deletion()])
+
+
 def test_ranks_agree_later_where_steps_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM to one rank only, after the first steps: both end before the same batch, at most two intervals later, and
     the run continues bit for bit from their common checkpoint."""

@@ -17,6 +17,7 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, PredictionWriter, S
 from lightning_sgmcmc.chains.trainer import run_folder
 from lightning_sgmcmc.cli.fit import ConfigFile
 from tests.support import small_run
+from tests.support.faults import limited_files
 from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,6 +81,15 @@ def test_predictions_are_written_whole_and_through_no_link(tmp_path: Path) -> No
     assert load_file(file)["probabilities"].shape == (24, 2)
     trainer.predict(module, inputs)
     assert {path.name for path in file.parent.glob("*predictions*")} == {file.name, "predictions-1.safetensors"}
+    with (
+        limited_files(100),
+        pytest.raises(OSError, match=rf"{file} could not be written: .*File too large.* predict again"),
+    ):
+        trainer.predict(module, inputs)
+    assert {path.name for path in file.parent.glob("*predictions*")} == {
+        "predictions-1.safetensors",
+        "predictions-2.safetensors",
+    }
 
 
 class Deleting(pl.Callback):

@@ -16,6 +16,7 @@ from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, Narrow
+from tests.support.faults import limited_files
 from tests.support.trainers import quiet_trainer
 
 DTYPES = {"bfloat16": 2**-8, "float16": 2**-11}
@@ -125,6 +126,27 @@ def test_any_selection_is_saved_with_its_weights_and_calibration(tmp_path: Path)
     assert again.save(tmp_path / "full", dtype="float32").store.narrow is None
     with pytest.raises(FileExistsError, match="already contains a sample store"):
         again.save(tmp_path / "twice")
+
+
+@pytest.mark.parametrize("why", ["a number", "a full disk"])
+def test_a_save_that_fails_leaves_nothing_that_loads_like_all_samples(why: str, tmp_path: Path) -> None:
+    nets = [nn.Linear(20, 2) for _ in range(5)]
+    nets[3].weight.data[0, 0] = 1e6 if why == "a number" else 1.0
+    posterior = Posterior.from_states(nn.Linear(20, 2), nets, Categorical())
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "README").write_text("mine")
+    if why == "a number":
+        with pytest.raises(ValueError, match="numbers above the largest float16"):
+            posterior.save(folder, dtype="float16")
+    else:
+        with (
+            limited_files(1000),
+            pytest.raises(OSError, match=r"could not be written to .*mine: File too large.*free space"),
+        ):
+            posterior.save(folder)
+    assert [path.name for path in folder.iterdir()] == ["README"]
+    assert len(Posterior.load(posterior.save(folder, dtype="bfloat16").store.path)) == 5
 
 
 def test_a_thread_writes_what_the_run_would(tmp_path: Path) -> None:

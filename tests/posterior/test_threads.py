@@ -1,5 +1,6 @@
 """A program that serves: several threads predict with one posterior."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_sgmcmc import Categorical, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector
+from tests.support.processes import in_a_process
 from tests.support.small_run import fit_every_step, module, tensors
 
 
@@ -65,3 +67,35 @@ def test_a_thread_beside_the_fit_of_the_same_module() -> None:
             waiting.may_go.set()
         fit.result()
     assert torch.equal(posterior.predict(x).probabilities, before)
+
+
+class Turn(nn.Linear):
+    """A network that takes its time in the program's own process."""
+
+    process = 0
+    reached, may_go = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() == self.process:
+            self.reached.set()
+            assert self.may_go.wait(60)
+        return super().forward(x)
+
+
+def test_a_process_that_is_forked_while_a_thread_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's workers, and those of a loader: the thread's lock is never released in them."""
+    posterior, x = Posterior.from_states(Turn(2, 3), [Turn(2, 3) for _ in range(4)], Categorical()), torch.randn(5, 2)
+    alone = posterior.predict(x).probabilities
+    monkeypatch.setattr(Turn, "process", os.getpid())
+
+    def worker() -> None:
+        assert torch.equal(posterior.predict(x).probabilities, alone)
+
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(posterior.predict, x)
+        try:
+            assert Turn.reached.wait(60)
+            assert in_a_process(worker, timeout=20) == 0
+        finally:
+            Turn.may_go.set()
+        assert torch.equal(serving.result().probabilities, alone)

@@ -152,6 +152,7 @@ def test_a_regression_in_original_units_and_mistakes(tmp_path: Path) -> None:
     for given, sentence in [
         ([same], "a comparison needs two runs or more, got 1"),
         ([same, same], "is given twice"),
+        ([same, same / ".." / same.name], "is given twice"),
         ([same, other], r"evaluated on different test data \(20 and 20 data, with other targets or units\)"),
         ([same, tmp_path / "damaged"], "has no per-datum evaluation on the test data.*sgmcmc test"),
     ]:

@@ -27,6 +27,7 @@ from lightning_sgmcmc.figures.canvas import METRIC_LABELS
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.report import RunError, write_report
 from lightning_sgmcmc.report.run_record import find_run
+from tests.support.faults import limited_files
 from tests.support.paths import RECIPE
 
 HOSTILE = "<img src=x onerror=alert(1)></style><script>alert(2)</script>\"'&"
@@ -526,6 +527,16 @@ def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "sample-00000010-chain-000.safetensors is missing or damaged" in page.text
     with pytest.raises(RunError, match="sample-00000010"):
         write_report(run, parameters=["net.*"])
+
+
+def test_a_full_disk_leaves_the_earlier_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, page = made_run(tmp_path / "run", chains=1, draws=2), tmp_path / "page.html"
+    page.write_text("earlier")
+    with limited_files(100), pytest.raises(SystemExit) as end:
+        main(["report", str(run), "--output", str(page)])
+    assert end.value.code == 2
+    assert f"sgmcmc report: {page}: File too large\n" in capsys.readouterr().err
+    assert page.read_text() == "earlier"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,10 @@
 """The small run that is interrupted, and whose files are damaged."""
 
 import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,18 @@ def fit(folder: Path, *callbacks: pl.Callback, width: int = 8, keep: bool = True
 
 def steps_of(folder: Path) -> list[int]:
     return [record.step for record in Posterior.load(folder / "samples").records]
+
+
+@contextmanager
+def limited_files(size: int = 2**40) -> Iterator[None]:
+    """Allow no file of this process to be larger than so many bytes, or than the block asks for (`RLIMIT_FSIZE`)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[0][1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+        signal.signal(signal.SIGXFSZ, before[1])
 
 
 class SignalAt(pl.Callback):
