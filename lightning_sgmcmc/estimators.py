@@ -33,7 +33,8 @@ from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.predictions.distributions import is_discrete
 from lightning_sgmcmc.priors import FlatPrior, Prior
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
-from lightning_sgmcmc.tables.arrays import check_same_rows, is_categorical, is_frame
+from lightning_sgmcmc.tables.arrays import as_series, check_same_rows, is_categorical, is_frame, is_table
+from lightning_sgmcmc.tables.columns import plain
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
@@ -203,12 +204,6 @@ class _BayesianEstimator(BaseEstimator):
         """Yield the predictive of some rows after another."""
         check_is_fitted(self)
         inputs = self.posterior_.inputs(self._rows(x, first=False))
-        bad = (~inputs.isfinite()).any(0).nonzero()[:, 0].tolist()
-        if bad:
-            raise ValueError(
-                f"X has NaN or infinite numbers in the encoded column {bad[0]}, where the rows of the fit have none: "
-                "fill them in, by SimpleImputer in front, or fit with rows that lack some"
-            )
         for rows in inputs.split(ROWS):
             yield self.posterior_.predict(rows, return_samples)
 
@@ -280,6 +275,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         _refuse(others)
         x = self._rows(X, first=True)
         check_same_rows(X, y)
+        given = as_series(y)
         y = _targets(type(self).__name__, y, numeric=False)
         check_consistent_length(x, y)
         check_classification_targets(y)
@@ -290,11 +286,15 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         if not isinstance(likelihood, ClassLikelihood):
             raise TypeError(f"likelihood={likelihood!r} has no classes: use BayesianRegressor, or Categorical()")
         named = self.classes_[labels] if self.classes_.dtype.kind in "OUS" else labels
+        if is_table(given) and given.ndim == 1 and is_categorical(given) and given.cat.ordered:
+            named = given.reset_index(drop=True)
         return self._sample(x, named, likelihood, "classes", len(self.classes_))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the averaged probabilities of the classes, shape (n, K), in the order of `classes_`."""
         found = np.concatenate([numbers(part.probabilities) for part in self._predictions(X)])
+        names = list(self.posterior_.columns.classes)  # an ordered category's have an order of their own
+        found = found[:, [names.index(plain(label)) for label in self.classes_]] if names else found
         return np.asarray(found / found.sum(1, keepdims=True))  # scikit-learn's scores look at the last digits
 
     def predict(self, X: Any) -> np.ndarray:
@@ -367,13 +367,16 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
         x = self._rows(X, first=True)
         likelihood = Gaussian(std=0.5, learned=True) if self.likelihood is None else self.likelihood
         if isinstance(likelihood, ClassLikelihood):
-            raise TypeError(f"likelihood={likelihood!r} is of classes: use BayesianClassifier, or Gaussian()")
+            raise TypeError(
+                f"likelihood={likelihood!r} is of classes: use BayesianClassifier, or Gaussian(learned=True)"
+            )
         law = likelihood.distribution
         is_positive = getattr(law, "support", None) in (constraints.positive, constraints.nonnegative)
         if isinstance(likelihood, Censored) or is_positive:
             raise TypeError(
                 f"likelihood={type(likelihood).__name__} is of bounds or positive numbers, which this estimator would "
-                "standardise: fit a BayesianModule with a TableDataModule, or the logarithm of y with Gaussian()"
+                "standardise: fit a BayesianModule with a TableDataModule, or the logarithm of y with "
+                "Gaussian(learned=True)"
             )
         check_same_rows(X, y)
         y = _targets(type(self).__name__, y, numeric=True)

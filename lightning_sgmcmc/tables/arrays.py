@@ -17,7 +17,16 @@ def is_frame(x: Any) -> bool:
 
 def is_table(x: Any) -> bool:
     """Return whether x is a data frame or a series of pandas."""
-    return _is_of_pandas(x) and hasattr(x, "to_numpy")
+    return _is_of_pandas(x) and hasattr(x, "iloc")
+
+
+def as_series(y: Any) -> Any:
+    """Return an array of pandas, such as a Categorical with its order, as a series; others as they are."""
+    if not _is_of_pandas(y) or is_table(y):
+        return y
+    import pandas
+
+    return pandas.Series(y)
 
 
 def _is_of_pandas(x: Any) -> bool:

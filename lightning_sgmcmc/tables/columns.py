@@ -111,9 +111,26 @@ class InputColumns:
             TypeError: for values that are no numbers.
         """
         (mean, std), encoded = self.scaling, self.encoded(x, name)
-        if count := int(encoded.isinf().sum()):
-            raise ValueError(f"{name} has {count} infinite values: fill them in, or leave out their rows")
+        self.check_finite(encoded, name)
         return self.filled(((encoded - mean) / std).float())
+
+    def check_finite(self, encoded: Tensor, name: str = "x") -> None:
+        """Raise ValueError for an infinite number, or one that is missing where the training data have all."""
+        bad = ~encoded.isfinite()
+        places = list(self.missing)
+        if places:
+            bad[:, places] = encoded[:, places].isinf()
+        if bool(bad.any()) and encoded.dim() == 2:
+            where = ", ".join(map(self.called, bad.any(0).nonzero()[:6, 0].tolist()))
+            raise ValueError(
+                f"{name} has {int(bad.sum())} values that are NaN or infinite in {where}: fill them in, or leave out "
+                "their rows"
+            )
+
+    def called(self, place: int) -> str:
+        """Return what the column of an encoded input is called."""
+        ends = np.cumsum([len(values) or 1 for values in self.categories])
+        return f"column {self.names[int(np.searchsorted(ends, place, 'right'))]!r}" if self.names else f"column {place}"
 
     def filled(self, scaled: Tensor) -> Tensor:
         """Return scaled inputs (n, …) with the mean, 0, where a number is missing that may be."""
