@@ -12,7 +12,15 @@ from torch import Tensor
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.tables import Columns, InputColumns, is_frame
-from lightning_sgmcmc.tables.arrays import as_frame, as_series, as_tensor, check_same_rows, is_categorical, is_table
+from lightning_sgmcmc.tables.arrays import (
+    as_frame,
+    as_series,
+    as_tensor,
+    check_same_rows,
+    is_categorical,
+    is_table,
+    with_categories,
+)
 from lightning_sgmcmc.tables.columns import plain, some
 
 Task = Literal["regression", "classes", "counts", "censored"]
@@ -30,9 +38,10 @@ class TableDataModule(ArrayDataModule):
     categories and scaling are kept with a fit's samples, so `Posterior.predict(frame)` needs no datamodule.
 
     Args:
-        x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array. A
-            column of pandas' type "category" becomes an input of 0 or 1 for each of its categories, a missing one
-            included. A missing number (NaN) becomes the mean, and a further input says where it is missing.
+        x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array; or
+            the path of a CSV file with a header, whose columns of texts get the type "category". A column of pandas'
+            type "category" becomes an input of 0 or 1 for each of its categories, a missing one included. A missing
+            number (NaN) becomes the mean, and a further input says where it is missing.
         y: targets, shape (n,) or (n, D); bounds (n, 2); of classes (n,), labels from 0 or names; None with `target`.
         batch_size: data per batch.
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
@@ -74,7 +83,7 @@ class TableDataModule(ArrayDataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         *,
-        target: Hashable | list[Any] | None = None,
+        target: Any = None,
         splits: Sequence[Any] | None = None,
         task: Task | None = None,
         group: Any = None,
@@ -263,7 +272,7 @@ def _names(target: Any) -> tuple[Hashable, ...]:
 def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
     """Return inputs and targets; with `target` they are columns of one frame."""
     if isinstance(x, str | Path):
-        raise TypeError(f"x={str(x)!r} is a text: read the table first, as by pandas.read_csv({str(x)!r})")
+        x = _read(x, _names(target))
     if isinstance(y, str):
         raise TypeError(f"y={y!r} is a text: pass target={y!r} if it is a column of x")
     if target is None:
@@ -281,6 +290,15 @@ def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
         what = repr(unknown[0]) if unknown else "[]"
         raise ValueError(f"x has no column {what}: it has {', '.join(map(repr, x.columns[:8]))}")
     return x.drop(columns=list(names)), x[list(names)] if isinstance(target, list) else x[target]
+
+
+def _read(path: str | Path, targets: Sequence[Hashable]) -> Any:
+    """Return the rows of a CSV file, whose columns of texts are categories except the targets."""
+    import pandas
+
+    frame = pandas.read_csv(path)
+    inputs = with_categories(frame.drop(columns=[name for name in targets if name in frame]))
+    return frame.assign(**{name: inputs[name] for name in inputs})
 
 
 def _column(name: str, x: Any, given: Any) -> tuple[Any, np.ndarray | None]:

@@ -33,7 +33,14 @@ from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.predictions.distributions import is_discrete
 from lightning_sgmcmc.priors import FlatPrior, Prior
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
-from lightning_sgmcmc.tables.arrays import as_series, check_same_rows, is_categorical, is_frame, is_table
+from lightning_sgmcmc.tables.arrays import (
+    as_series,
+    check_same_rows,
+    is_categorical,
+    is_frame,
+    is_table,
+    with_categories,
+)
 from lightning_sgmcmc.tables.columns import plain
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
@@ -194,7 +201,7 @@ class _BayesianEstimator(BaseEstimator):
             validate_data(self, x, skip_check_array=True, reset=first)
             if min(x.shape) == 0:
                 raise ValueError(f"X has shape {x.shape}: pass at least one row and one column")
-            return _with_categories(x) if first else x
+            return with_categories(x) if first else x
         least = 2 if first else 1
         return validate_data(
             self, x, dtype=np.float64, reset=first, ensure_all_finite="allow-nan", ensure_min_samples=least
@@ -449,13 +456,6 @@ def _parts(count: int, fraction: float, seed: int, labels: Tensor | None) -> lis
     if len(val) == 0 and fraction > 0:
         train, val = train[:-1], train[-1:]
     return [train, val]
-
-
-def _with_categories(frame: Any) -> Any:
-    """Return a frame whose columns of texts have the categorical type."""
-    objects = [name for name in frame.columns if not is_categorical(frame[name]) and frame[name].dtype.kind == "O"]
-    texts = [name for name in objects if any(isinstance(value, str) for value in frame[name])]
-    return frame.astype(dict.fromkeys(texts, "category"))
 
 
 def numbers(values: Tensor) -> np.ndarray:

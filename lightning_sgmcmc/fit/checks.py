@@ -86,7 +86,7 @@ def _check_task(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raise if a datamodule's targets are of another kind than the likelihood's."""
     data, likelihood = getattr(trainer, "datamodule", None), getattr(module, "likelihood", None)
     task, wanted = str(getattr(data, "task", "")), task_of(likelihood)
-    if isinstance(likelihood, Ordinal) and not getattr(data, "are_classes_ordered", True):
+    if data is not None and isinstance(likelihood, Ordinal) and not getattr(data, "are_classes_ordered", True):
         raise ValueError(
             f"Ordinal needs the order of the classes, and the names {some(data.classes)} have that of their letters: "
             "pass y as pandas.Categorical(y, categories=[…], ordered=True), or as numbers from 0 in their order"

@@ -74,7 +74,7 @@ def to_inference_data(
     if len(store) == 0:
         raise ValueError("the store has no posterior samples to export")
     records = store.records
-    grid = grid_of_draws(records)
+    grid = grid_of_draws(store)
     stats: dict[str, Any] = {
         "energy": [r.energy for r in records],
         "lp": [-r.energy for r in records],
@@ -98,10 +98,11 @@ def to_inference_data(
     return arviz.from_dict(groups, coords=coords, attrs={"/": made_by})
 
 
-def grid_of_draws(records: Sequence[SampleRecord]) -> ChainGrid:
+def grid_of_draws(store: SampleStore) -> ChainGrid:
     """Return the places of samples in an array (chain, draw) in which all count alike; those of `resample` are one
     chain. Weights, and samples without a place, are a warning."""
-    if len({(record.step, record.chain, record.draw) for record in records}) < len(records):
+    records = store.records
+    if store.is_resampled:
         # `resample`'s: how often a chain occurs is its weight, which equal numbers of draws would undo
         grid = ChainGrid([0], np.arange(len(records))[None], 0)
     else:

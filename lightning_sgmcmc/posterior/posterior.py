@@ -238,14 +238,10 @@ class Posterior(Decisions):
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         if self.novelty is not None and isinstance(prediction, ClassPrediction | MultiLabelPrediction):
             prediction = prediction.with_epistemic_of(self.novelty.predict(x))
-        scaling, names = self.store.scaling, self.store.columns.classes
+        scaling = self.store.scaling
         if scaling is not None:
             prediction = prediction.rescaled(scaling.shift, scaling.factor, scaling.is_far)
-        if not isinstance(prediction, ClassPrediction):
-            names = scaling.labels if scaling is not None and scaling.axis == -1 else ()
-        elif len(names) != prediction.probabilities.shape[-1]:
-            names = ()
-        return prediction.named(names, x.index if is_frame(x) else None)
+        return prediction.named(self.store.columns.labels, x.index if is_frame(x) else None)
 
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
@@ -262,8 +258,12 @@ class Posterior(Decisions):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        is_one = isinstance(batches, Tensor | np.ndarray | tuple) or is_frame(batches) or is_object(batches)
-        if is_one or not isinstance(batches, Iterable):
+        if (
+            hasattr(batches, "shape")
+            or isinstance(batches, tuple)
+            or is_object(batches)
+            or not isinstance(batches, Iterable)
+        ):
             raise TypeError(
                 f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
                 "predict(x) for one array or batch"

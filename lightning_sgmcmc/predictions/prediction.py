@@ -168,11 +168,16 @@ class Prediction:
             if values.dim() == 1 or values.shape[1] == 1:
                 columns[name] = values.reshape(-1).numpy()
             else:
-                own = self._names or range(values.shape[1])
+                own = self._labels(values.shape[1])
                 columns |= {f"{name}_{i}": values[:, place].numpy() for place, i in enumerate(own)}
         frame = pandas.DataFrame(columns, index=self._index)
-        has_labels = bool(self._names) and "label" in frame
-        return frame.assign(label=[self._names[i] for i in frame["label"]]) if has_labels else frame
+        if isinstance(self, ClassPrediction) and "label" in frame:
+            frame["label"] = [self.classes[i] for i in frame["label"]]
+        return frame
+
+    def _labels(self, count: int) -> tuple[Any, ...]:
+        """Return the names of classes or targets, or their numbers."""
+        return self._names if len(self._names) == count else tuple(range(count))
 
     def _columns(self, level: float | None) -> dict[str, Tensor]:
         """Return the columns of `to_pandas`, shape (n,) or (n, D)."""
@@ -355,7 +360,7 @@ class ClassPrediction(_OfProbabilities):
     @property
     def classes(self) -> tuple[Any, ...]:
         """The classes in the order of the probabilities: the names that the fit's data have, or 0 to K-1."""
-        return self._names or tuple(range(self.probabilities.shape[-1]))
+        return self._labels(self.probabilities.shape[-1])
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
         """Return labels drawn from the predictive, shape (num, n), or (num, n, …) of pixels and tokens.

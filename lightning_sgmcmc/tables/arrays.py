@@ -124,3 +124,10 @@ def column_numbers(name: str, column: Any, series: Any) -> np.ndarray:
 def is_categorical(series: Any) -> bool:
     """Return whether a series has the categorical type of pandas."""
     return bool(getattr(series.dtype, "name", "") == "category")
+
+
+def with_categories(frame: Any) -> Any:
+    """Return a frame whose columns of texts have the type "category"."""
+    objects = [name for name in frame.columns if not is_categorical(frame[name]) and frame[name].dtype.kind == "O"]
+    texts = [name for name in objects if any(isinstance(value, str) for value in frame[name])]
+    return frame.astype(dict.fromkeys(texts, "category"))

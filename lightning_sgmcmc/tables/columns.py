@@ -20,6 +20,9 @@ from lightning_sgmcmc.tables.arrays import (
     is_table,
 )
 
+FEW_ROWS = 10
+"""Rows of a table whose categories may all differ; in more they name the rows, and say nothing of others."""
+
 
 @dataclass(frozen=True)
 class InputColumns:
@@ -64,6 +67,9 @@ class InputColumns:
         if is_table(x):
             frame = as_frame(x)
             values = tuple(_values_in(frame[name]) if is_categorical(frame[name]) else () for name in frame.columns)
+            for name, own in zip(frame.columns, values, strict=True):
+                if len(own) == len(frame) > FEW_ROWS:
+                    raise ValueError(f"x has another category in each row of column {name!r}: leave it out")
             width = sum(len(own) or 1 for own in values)
             found = cls(tuple(map(plain, frame.columns)), values, shape=(width,), targets=tuple(map(plain, targets)))
         else:
@@ -381,6 +387,11 @@ class Columns:
             tuple(map(plain, classes)) if isinstance(classes, list | tuple) else (),
             str(getattr(datamodule, "task", None) or ""),
         )
+
+    @property
+    def labels(self) -> tuple[Any, ...]:
+        """The names of the classes, or of several targets; () if there are none."""
+        return self.classes or (() if self.targets is None else self.targets.labels)
 
     def difference(self, other: "Columns") -> str | None:
         """Return in which way another run's or datamodule's data have other columns or units; None if they may agree.
