@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sgmcmc.batches.inputs import is_object
 from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
@@ -258,12 +257,8 @@ class Posterior(Decisions):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        if (
-            hasattr(batches, "shape")
-            or isinstance(batches, tuple)
-            or is_object(batches)
-            or not isinstance(batches, Iterable)
-        ):
+        is_one = hasattr(batches, "shape") or isinstance(batches, tuple) or is_object(batches)
+        if is_one or not isinstance(batches, Iterable):
             raise TypeError(
                 f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
                 "predict(x) for one array or batch"
