@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.datamodules.base import random_split
 from lightning_sgmcmc.datamodules.table import Task
 from lightning_sgmcmc.likelihoods import Categorical, Censored, ClassLikelihood, Gaussian, Likelihood
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.model import EnergyModel, check_part
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -134,6 +134,10 @@ class _BayesianEstimator(BaseEstimator):
         for name in ("batch_size", "num_chains", "num_samples"):
             check_count(name, getattr(self, name), optional=False)
         check_count("max_epochs", self.max_epochs)
+        if isinstance(self.hidden, str) or not isinstance(self.hidden, Iterable):
+            raise TypeError(f"hidden must be the widths of layers, such as (50, 50), got {self.hidden!r}")
+        for width in self.hidden:
+            check_count("a width of hidden", width, optional=False)
         for name, taken in (("trainer", {"callbacks"}), ("module", {"net", "likelihood", "prior"})):
             twice = sorted(taken & (getattr(self, name) or {}).keys())
             if twice:
@@ -280,6 +284,7 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
             others: refused, with the reason for `sample_weight`.
         """
         _refuse(others)
+        check_part("likelihood", self.likelihood, Likelihood)
         x = self._rows(X, first=True)
         check_same_rows(X, y)
         given = as_series(y)
@@ -371,6 +376,7 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
             others: refused, with the reason for `sample_weight`.
         """
         _refuse(others)
+        check_part("likelihood", self.likelihood, Likelihood)
         x = self._rows(X, first=True)
         likelihood = Gaussian(std=0.5, learned=True) if self.likelihood is None else self.likelihood
         if isinstance(likelihood, ClassLikelihood):

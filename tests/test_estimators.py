@@ -275,6 +275,12 @@ def test_sample_weights_are_refused_with_the_reason(kind: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"hidden must be the widths of layers, such as .* got 8"):
+        BayesianRegressor(hidden=8).fit(X, Y)
+    with pytest.raises(TypeError, match=r"likelihood=Poisson is a class: pass an instance"):
+        BayesianRegressor(likelihood=Poisson).fit(X, Y)
+    with pytest.raises(TypeError, match="likelihood should be a Likelihood, got a str"):
+        BayesianClassifier(likelihood="bernoulli").fit(X_CLASSES, NAMES)
     with pytest.raises(TypeError, match="use BayesianRegressor"):
         BayesianClassifier(likelihood=Poisson()).fit(X, LABELS)
     with pytest.raises(TypeError, match="use BayesianClassifier"):

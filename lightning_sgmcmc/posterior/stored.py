@@ -443,7 +443,8 @@ class StoredSamples:
                 mixing than energies and predictions do.
             predictions: each sample's predictions by name, shape (S, …) in the order of the samples.
             max_elements: see `parameters`.
-            log_likelihood: that of each datum by each sample, shape (S, n), from `posterior.log_likelihood(data)`.
+            log_likelihood: that of each datum by each sample, shape (S, n), from `posterior.log_likelihood(data)`;
+                `arviz.loo` is right for samples at temperature 1, and too good for colder ones and ensembles.
 
         Example::
 
