@@ -30,6 +30,7 @@ from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import as_tensor, is_frame
+from lightning_sgmcmc.tables.arrays import check_same_rows
 from lightning_sgmcmc.tensors import widest
 
 if TYPE_CHECKING:
@@ -331,6 +332,7 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
         raise ValueError(
             f"plot_predictions draws predictions of one number, and each datum has {count}: use plot_map for fields"
         )
+    check_same_rows(x, y)
     observed = None if y is None else as_tensor("y", y).detach().cpu().reshape(-1).tolist()
     parts = _numbers(prediction.mean), _numbers(prediction.std), _numbers(prediction.epistemic_std)
     columns = x.shape[1] if is_frame(x) else as_tensor("x", x).reshape(len(prediction), -1).shape[1]

@@ -589,7 +589,7 @@ class Posterior(Decisions):
         Raises:
             TypeError: if the predictive is not of classes.
         """
-        return plot_reliability(self.predict(x), y)
+        return plot_reliability(self.predict(x), self.columns.received((x, y))[1])
 
     def _ready_model(self) -> EnergyModel:
         if len(self) == 0:

@@ -242,6 +242,15 @@ def test_names_of_classes_are_in_the_store(tmp_path: Path) -> None:
     by_name = posterior.evaluate([(table[["age", "rooms"]], table["kind"])]).bma
     assert by_name == posterior.evaluate([(table[["age", "rooms"]], (table["kind"] == "old").astype(int))]).bma
     assert by_name["accuracy"] > 0.9
+    drawn = posterior.plot_reliability(table[["age", "rooms"]], table["kind"]).axes[0].get_title()
+    assert (
+        drawn
+        == posterior.plot_reliability(table[["age", "rooms"]], torch.as_tensor((table["kind"] == "old").to_numpy()))
+        .axes[0]
+        .get_title()
+    )
+    with pytest.raises(ValueError, match="y has the rows of x in another order"):
+        posterior.plot_reliability(table[["age", "rooms"]], table["kind"].iloc[::-1])
     with pytest.raises(ValueError, match="y has the class 'odd', which the fit's data lack"):
         posterior.evaluate([(table[["age", "rooms"]], table["kind"].replace("old", "odd"))])
     with pytest.raises(ValueError, match="y has the class 'odd', which the fit's data lack"):
