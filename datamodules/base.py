@@ -112,6 +112,8 @@ class ArrayDataModule(pl.LightningDataModule):
     """What the targets are: "regression", "classes", "counts" or "censored"; "" if it is not said."""
     task_is_said: bool = True
     """Whether the user has said it, or the values suggest it."""
+    are_classes_ordered: bool = True
+    """Whether the labels of named classes follow an order that the data state; otherwise that of their letters."""
     target_mean: Any = None
     target_std: Any = None
     """In regression, the mean and standard deviation that the targets were standardised by; tensors (D,) for several

@@ -12,7 +12,15 @@ from torch import Tensor
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 from lightning_sgmcmc.namespace import pl, rank_zero_info
 from lightning_sgmcmc.tables import Columns, InputColumns, is_frame
-from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, check_same_rows, is_categorical, is_table
+from lightning_sgmcmc.tables.arrays import (
+    as_frame,
+    as_series,
+    as_tensor,
+    check_same_rows,
+    is_categorical,
+    is_table,
+    with_categories,
+)
 from lightning_sgmcmc.tables.columns import plain, some
 
 Task = Literal["regression", "classes", "counts", "censored"]
@@ -30,9 +38,10 @@ class TableDataModule(ArrayDataModule):
     categories and scaling are kept with a fit's samples, so `Posterior.predict(frame)` needs no datamodule.
 
     Args:
-        x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array. A
-            column of pandas' type "category" becomes an input of 0 or 1 for each of its categories, a missing one
-            included. A missing number (NaN) becomes the mean, and a further input says where it is missing.
+        x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array; or
+            the path of a CSV file with a header, whose columns of texts get the type "category". A column of pandas'
+            type "category" becomes an input of 0 or 1 for each of its categories, a missing one included. A missing
+            number (NaN) becomes the mean, and a further input says where it is missing.
         y: targets, shape (n,) or (n, D); bounds (n, 2); of classes (n,), labels from 0 or names; None with `target`.
         batch_size: data per batch.
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
@@ -74,7 +83,7 @@ class TableDataModule(ArrayDataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         *,
-        target: Hashable | list[Any] | None = None,
+        target: Any = None,
         splits: Sequence[Any] | None = None,
         task: Task | None = None,
         group: Any = None,
@@ -105,7 +114,7 @@ class TableDataModule(ArrayDataModule):
         self.y = values[:, 0] if values.dim() == 2 and values.shape[1] == 1 else values
         self.task, self.task_is_said = self._targets.task, self._targets.is_said
         self.target_names, self.classes = self._targets.names, self._targets.classes
-        self.num_classes = self._targets.num_classes
+        self.num_classes, self.are_classes_ordered = self._targets.num_classes, self._targets.are_ordered
         self.standardise = standardise
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -135,7 +144,7 @@ class TableDataModule(ArrayDataModule):
         elif self.standardise:
             inputs, mean, std = standardise(*(self.x[part] for part in parts))
             if bool(mean.isnan().any()):
-                lacking = self._called(int(mean.isnan().nonzero()[0]))
+                lacking = self._inputs.called(int(mean.isnan().nonzero()[0]))
                 raise ValueError(f"x has no number in {lacking} of the training rows: leave it out, or pass splits=…")
             self.input_scaling = mean, std
             inputs = [self._inputs.filled(part) for part in inputs]
@@ -144,18 +153,12 @@ class TableDataModule(ArrayDataModule):
         first, second, third = (Split(i, t) for i, t in zip(inputs, self._targets_of(parts), strict=True))
         return first, second, third
 
-    def _called(self, place: int) -> str:
-        """Return what the column of an encoded input is called."""
-        ends = np.cumsum([len(values) or 1 for values in self._inputs.categories])
-        names = self._inputs.names
-        return f"column {names[int(np.searchsorted(ends, place, 'right'))]!r}" if names else f"column {place}"
-
     def _say_what_is_missing(self) -> None:
         """Say in which columns numbers are missing, and what becomes of them."""
         places = self._inputs.missing
         if not places or self._like is not None:
             return
-        where = ", ".join(self._called(place) for place in places[:6]) + (", …" if len(places) > 6 else "")
+        where = ", ".join(self._inputs.called(place) for place in places[:6]) + (", …" if len(places) > 6 else "")
         if not self.standardise:
             raise ValueError(
                 f"x has missing numbers in {where}: fill them in, or pass standardise=True, which takes the mean"
@@ -174,8 +177,8 @@ class TableDataModule(ArrayDataModule):
             is_counted = bool(column[-1] - column[0] == count - 1) and bool((column.diff() == 1).all())
             if is_counted:
                 rank_zero_info(
-                    f"TableDataModule takes {self._called(place)} as an input, and it numbers the rows in their order: "
-                    "leave it out if it is only an index."
+                    f"TableDataModule takes {self._inputs.called(place)} as an input, and it numbers the rows in their "
+                    "order: leave it out if it is only an index."
                 )
 
     def _say_which_classes_are_absent(self) -> None:
@@ -269,13 +272,14 @@ def _names(target: Any) -> tuple[Hashable, ...]:
 def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
     """Return inputs and targets; with `target` they are columns of one frame."""
     if isinstance(x, str | Path):
-        raise TypeError(f"x={str(x)!r} is a text: read the table first, as by pandas.read_csv({str(x)!r})")
+        x = _read(x, _names(target))
     if isinstance(y, str):
         raise TypeError(f"y={y!r} is a text: pass target={y!r} if it is a column of x")
     if target is None:
         if y is None:
             raise TypeError("y is missing: pass the targets, or target=… if x is a pandas frame with them")
         check_same_rows(x, y)
+        y = as_series(y)
         return x, y if is_table(y) or isinstance(y, Tensor) else np.asarray(y)
     if not is_frame(x) or y is not None:
         what = "y as well" if y is not None else f"x of {type(x).__name__}"
@@ -286,6 +290,15 @@ def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
         what = repr(unknown[0]) if unknown else "[]"
         raise ValueError(f"x has no column {what}: it has {', '.join(map(repr, x.columns[:8]))}")
     return x.drop(columns=list(names)), x[list(names)] if isinstance(target, list) else x[target]
+
+
+def _read(path: str | Path, targets: Sequence[Hashable]) -> Any:
+    """Return the rows of a CSV file, whose columns of texts are categories except the targets."""
+    import pandas
+
+    frame = pandas.read_csv(path)
+    inputs = with_categories(frame.drop(columns=[name for name in targets if name in frame]))
+    return frame.assign(**{name: inputs[name] for name in inputs})
 
 
 def _column(name: str, x: Any, given: Any) -> tuple[Any, np.ndarray | None]:
@@ -304,6 +317,11 @@ def _column(name: str, x: Any, given: Any) -> tuple[Any, np.ndarray | None]:
     missing = int(found.isna().sum()) if is_table(found) else int(np.sum(values != values))
     if missing:
         raise ValueError(f"{name} has {missing} rows without a value: fill them in, or leave out their rows")
+    if name == "time" and any(isinstance(value, str) for value in values):
+        raise TypeError(
+            f"time has texts, such as {str(values[0])!r}, whose order is that of letters: pass dates, as by "
+            "pandas.to_datetime, or numbers"
+        )
     ranks = np.unique(values, return_inverse=True)[1]
     return (x.drop(columns=[given]) if is_name else x), ranks
 
@@ -367,9 +385,7 @@ def _table(columns: InputColumns, x: Any) -> Tensor:
     table = columns.encoded(x)
     if len(table) == 0:
         raise ValueError(f"x should have shape (n, columns), got {tuple(table.shape)}")
-    bad = int((~table.isfinite()).sum() - table[:, list(columns.missing)].isnan().sum())
-    if bad:
-        raise ValueError(f"x has {bad} values that are NaN or infinite: fill them in, or leave out their rows")
+    columns.check_finite(table)
     return table
 
 
@@ -385,6 +401,7 @@ class Targets:
     names: tuple[Any, ...] = ()
     classes: tuple[Any, ...] = ()
     is_said: bool = True
+    are_ordered: bool = True
 
     @property
     def num_classes(self) -> int | None:
@@ -405,7 +422,8 @@ def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targe
         if task is None:
             _check_few(named[0], "names", "say that they are by task='classes', or pass numbers")
             rank_zero_info(f"TableDataModule takes the names in y as {len(named[1])} classes (task='classes').")
-        return Targets(named[0], "classes", names, named[1])
+        is_ordered = is_table(y) and is_categorical(y) and bool(y.cat.ordered)
+        return Targets(named[0], "classes", names, named[1], are_ordered=is_ordered or bool(classes))
     values = as_tensor("y", _numeric(y))
     if values.dim() == 2 and values.shape[1] == 1:
         values = values[:, 0]

@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.datamodules.base import random_split
 from lightning_sgmcmc.datamodules.table import Task
 from lightning_sgmcmc.likelihoods import Categorical, Censored, ClassLikelihood, Gaussian, Likelihood
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.model import EnergyModel, check_part
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -33,7 +33,15 @@ from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.predictions.distributions import is_discrete
 from lightning_sgmcmc.priors import FlatPrior, Prior
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
-from lightning_sgmcmc.tables.arrays import check_same_rows, is_categorical, is_frame
+from lightning_sgmcmc.tables.arrays import (
+    as_series,
+    check_same_rows,
+    is_categorical,
+    is_frame,
+    is_table,
+    with_categories,
+)
+from lightning_sgmcmc.tables.columns import plain
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
@@ -126,6 +134,10 @@ class _BayesianEstimator(BaseEstimator):
         for name in ("batch_size", "num_chains", "num_samples"):
             check_count(name, getattr(self, name), optional=False)
         check_count("max_epochs", self.max_epochs)
+        if isinstance(self.hidden, str) or not isinstance(self.hidden, Iterable):
+            raise TypeError(f"hidden must be the widths of layers, such as (50, 50), got {self.hidden!r}")
+        for width in self.hidden:
+            check_count("a width of hidden", width, optional=False)
         for name, taken in (("trainer", {"callbacks"}), ("module", {"net", "likelihood", "prior"})):
             twice = sorted(taken & (getattr(self, name) or {}).keys())
             if twice:
@@ -193,7 +205,7 @@ class _BayesianEstimator(BaseEstimator):
             validate_data(self, x, skip_check_array=True, reset=first)
             if min(x.shape) == 0:
                 raise ValueError(f"X has shape {x.shape}: pass at least one row and one column")
-            return _with_categories(x) if first else x
+            return with_categories(x) if first else x
         least = 2 if first else 1
         return validate_data(
             self, x, dtype=np.float64, reset=first, ensure_all_finite="allow-nan", ensure_min_samples=least
@@ -203,12 +215,6 @@ class _BayesianEstimator(BaseEstimator):
         """Yield the predictive of some rows after another."""
         check_is_fitted(self)
         inputs = self.posterior_.inputs(self._rows(x, first=False))
-        bad = (~inputs.isfinite()).any(0).nonzero()[:, 0].tolist()
-        if bad:
-            raise ValueError(
-                f"X has NaN or infinite numbers in the encoded column {bad[0]}, where the rows of the fit have none: "
-                "fill them in, by SimpleImputer in front, or fit with rows that lack some"
-            )
         for rows in inputs.split(ROWS):
             yield self.posterior_.predict(rows, return_samples)
 
@@ -278,8 +284,10 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
             others: refused, with the reason for `sample_weight`.
         """
         _refuse(others)
+        check_part("likelihood", self.likelihood, Likelihood)
         x = self._rows(X, first=True)
         check_same_rows(X, y)
+        given = as_series(y)
         y = _targets(type(self).__name__, y, numeric=False)
         check_consistent_length(x, y)
         check_classification_targets(y)
@@ -290,11 +298,15 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         if not isinstance(likelihood, ClassLikelihood):
             raise TypeError(f"likelihood={likelihood!r} has no classes: use BayesianRegressor, or Categorical()")
         named = self.classes_[labels] if self.classes_.dtype.kind in "OUS" else labels
+        if is_table(given) and given.ndim == 1 and is_categorical(given) and given.cat.ordered:
+            named = given.reset_index(drop=True)
         return self._sample(x, named, likelihood, "classes", len(self.classes_))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the averaged probabilities of the classes, shape (n, K), in the order of `classes_`."""
         found = np.concatenate([numbers(part.probabilities) for part in self._predictions(X)])
+        names = list(self.posterior_.columns.classes)  # an ordered category's have an order of their own
+        found = found[:, [names.index(plain(label)) for label in self.classes_]] if names else found
         return np.asarray(found / found.sum(1, keepdims=True))  # scikit-learn's scores look at the last digits
 
     def predict(self, X: Any) -> np.ndarray:
@@ -364,16 +376,20 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
             others: refused, with the reason for `sample_weight`.
         """
         _refuse(others)
+        check_part("likelihood", self.likelihood, Likelihood)
         x = self._rows(X, first=True)
         likelihood = Gaussian(std=0.5, learned=True) if self.likelihood is None else self.likelihood
         if isinstance(likelihood, ClassLikelihood):
-            raise TypeError(f"likelihood={likelihood!r} is of classes: use BayesianClassifier, or Gaussian()")
+            raise TypeError(
+                f"likelihood={likelihood!r} is of classes: use BayesianClassifier, or Gaussian(learned=True)"
+            )
         law = likelihood.distribution
         is_positive = getattr(law, "support", None) in (constraints.positive, constraints.nonnegative)
         if isinstance(likelihood, Censored) or is_positive:
             raise TypeError(
                 f"likelihood={type(likelihood).__name__} is of bounds or positive numbers, which this estimator would "
-                "standardise: fit a BayesianModule with a TableDataModule, or the logarithm of y with Gaussian()"
+                "standardise: fit a BayesianModule with a TableDataModule, or the logarithm of y with "
+                "Gaussian(learned=True)"
             )
         check_same_rows(X, y)
         y = _targets(type(self).__name__, y, numeric=True)
@@ -446,13 +462,6 @@ def _parts(count: int, fraction: float, seed: int, labels: Tensor | None) -> lis
     if len(val) == 0 and fraction > 0:
         train, val = train[:-1], train[-1:]
     return [train, val]
-
-
-def _with_categories(frame: Any) -> Any:
-    """Return a frame whose columns of texts have the categorical type."""
-    objects = [name for name in frame.columns if not is_categorical(frame[name]) and frame[name].dtype.kind == "O"]
-    texts = [name for name in objects if any(isinstance(value, str) for value in frame[name])]
-    return frame.astype(dict.fromkeys(texts, "category"))
 
 
 def numbers(values: Tensor) -> np.ndarray:

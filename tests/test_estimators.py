@@ -132,6 +132,19 @@ def test_likelihoods_of_classes(likelihood: Any, classes: int) -> None:
     assert model.score(X, y) > 0.7
 
 
+def test_the_order_of_ordinal_classes() -> None:
+    """Names have the order of their category, whose law is that of its codes; that of letters is refused."""
+    codes = np.digitize(X[:, 0], [-0.5, 0.5])
+    names = pd.Categorical.from_codes(codes, ["low", "medium", "high"], ordered=True)
+    settings = QUICK | {"likelihood": Ordinal(3), "random_state": 0}
+    named, numbered = (BayesianClassifier(**settings).fit(X, y) for y in (names, codes))
+    assert named.classes_.tolist() == ["high", "low", "medium"]
+    np.testing.assert_array_equal(named.predict_proba(X), numbered.predict_proba(X)[:, [2, 0, 1]])
+    assert named.score(X, names) == numbered.score(X, codes)
+    with pytest.raises(ValueError, match="the names 'high', 'low', 'medium' have that of their letters: pass y as"):
+        BayesianClassifier(**settings).fit(X, np.asarray(names))
+
+
 # -- networks, priors, callbacks ---------------------------------------------------------------------------------------
 
 
@@ -243,7 +256,7 @@ def test_frames_with_texts_categories_and_gaps() -> None:
 def test_gaps_where_the_fit_had_none_are_refused(regressor: BayesianRegressor) -> None:
     gaps = X.copy()
     gaps[3, 1] = np.nan
-    with pytest.raises(ValueError, match="NaN or infinite numbers in the encoded column 1"):
+    with pytest.raises(ValueError, match="x has 1 values that are NaN or infinite in column 1: fill"):
         regressor.predict(gaps)
     model = BayesianRegressor(**QUICK, random_state=0).fit(gaps, Y)
     assert np.isfinite(model.predict(gaps)).all()
@@ -262,6 +275,12 @@ def test_sample_weights_are_refused_with_the_reason(kind: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"hidden must be the widths of layers, such as .* got 8"):
+        BayesianRegressor(hidden=8).fit(X, Y)
+    with pytest.raises(TypeError, match=r"likelihood=Poisson is a class: pass an instance"):
+        BayesianRegressor(likelihood=Poisson).fit(X, Y)
+    with pytest.raises(TypeError, match="likelihood should be a Likelihood, got a str"):
+        BayesianClassifier(likelihood="bernoulli").fit(X_CLASSES, NAMES)
     with pytest.raises(TypeError, match="use BayesianRegressor"):
         BayesianClassifier(likelihood=Poisson()).fit(X, LABELS)
     with pytest.raises(TypeError, match="use BayesianClassifier"):

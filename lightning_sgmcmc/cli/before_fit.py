@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chain_model, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.trainer import callbacks_of, run_folder
+from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import plain_console
@@ -53,13 +54,17 @@ class _Planned(Exception):
 
 
 class _Plan(RunCallback):
-    """Makes the plan when the fit would begin, or when its first steps have given its length, and ends it."""
+    """Makes the plan when the fit would begin, or when its first steps have given its length, and ends it.
+
+    The network and the likelihood see the first batch, so that a plan of data that do not fit them raises an error.
+    """
 
     plan: RunPlan | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *args: Any) -> None:
         schedule = schedule_of(trainer)
         if schedule is None or schedule.has_length:
+            check_batch(chain_model(pl_module), chains_of(pl_module).stacked, batch)
             self._plan(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

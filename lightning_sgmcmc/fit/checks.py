@@ -28,13 +28,14 @@ from lightning_sgmcmc.chains.trainer import (
     repeated_batches,
 )
 from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, definer
-from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian
+from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian, Ordinal
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
+from lightning_sgmcmc.tables.columns import some
 
 lightning_callbacks = pl.callbacks
 EarlyStopping = pl.callbacks.EarlyStopping
@@ -85,6 +86,11 @@ def _check_task(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raise if a datamodule's targets are of another kind than the likelihood's."""
     data, likelihood = getattr(trainer, "datamodule", None), getattr(module, "likelihood", None)
     task, wanted = str(getattr(data, "task", "")), task_of(likelihood)
+    if data is not None and isinstance(likelihood, Ordinal) and not getattr(data, "are_classes_ordered", True):
+        raise ValueError(
+            f"Ordinal needs the order of the classes, and the names {some(data.classes)} have that of their letters: "
+            "pass y as pandas.Categorical(y, categories=[…], ordered=True), or as numbers from 0 in their order"
+        )
     is_said, is_scaled = getattr(data, "task_is_said", True), getattr(data, "target_std", None) is not None
     if not task or not wanted or task == wanted or (task == "regression" and not is_said and not is_scaled):
         return

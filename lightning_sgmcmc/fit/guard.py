@@ -248,9 +248,14 @@ class EnergyGuard:
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
             try:
-                check_batch(self._model, self._chains.stacked, self._batch)
+                low, *_ = check_batch(self._model, self._chains.stacked, self._batch)
             except ValueError as error:  # the likelihood says what is wrong with the targets
                 return str(error), "correct the data, or pass nonfinite_energy='skip'"
+            if math.isnan(low) and self._sampler.step_count == 0:
+                return (
+                    "the network's outputs have NaN at the start's finite weights and inputs",
+                    "correct the network or its inputs, such as the logarithm of a standardised column",
+                )
             value = _first_bad(potential)[1] * self._chains.observed.num_data
             return f"the energy is {value}", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
         named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)

@@ -30,6 +30,7 @@ from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import as_tensor, is_frame
+from lightning_sgmcmc.tables.arrays import check_same_rows
 from lightning_sgmcmc.tensors import widest
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def to_inference_data(
     if len(store) == 0:
         raise ValueError("the store has no posterior samples to export")
     records = store.records
-    grid = grid_of_draws(records)
+    grid = grid_of_draws(store)
     stats: dict[str, Any] = {
         "energy": [r.energy for r in records],
         "lp": [-r.energy for r in records],
@@ -98,10 +99,11 @@ def to_inference_data(
     return arviz.from_dict(groups, coords=coords, attrs={"/": made_by})
 
 
-def grid_of_draws(records: Sequence[SampleRecord]) -> ChainGrid:
+def grid_of_draws(store: SampleStore) -> ChainGrid:
     """Return the places of samples in an array (chain, draw) in which all count alike; those of `resample` are one
     chain. Weights, and samples without a place, are a warning."""
-    if len({(record.step, record.chain, record.draw) for record in records}) < len(records):
+    records = store.records
+    if store.is_resampled:
         # `resample`'s: how often a chain occurs is its weight, which equal numbers of draws would undo
         grid = ChainGrid([0], np.arange(len(records))[None], 0)
     else:
@@ -330,6 +332,7 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
         raise ValueError(
             f"plot_predictions draws predictions of one number, and each datum has {count}: use plot_map for fields"
         )
+    check_same_rows(x, y)
     observed = None if y is None else as_tensor("y", y).detach().cpu().reshape(-1).tolist()
     parts = _numbers(prediction.mean), _numbers(prediction.std), _numbers(prediction.epistemic_std)
     columns = x.shape[1] if is_frame(x) else as_tensor("x", x).reshape(len(prediction), -1).shape[1]

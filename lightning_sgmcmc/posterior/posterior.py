@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sgmcmc.batches.inputs import is_object
 from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
@@ -37,6 +36,7 @@ from lightning_sgmcmc.posterior.predictive import (
 from lightning_sgmcmc.posterior.sharing import SCHEME, pulled, push, save_samples
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 from lightning_sgmcmc.priors import FlatPrior
+from lightning_sgmcmc.tables import is_frame
 from lightning_sgmcmc.tensors import exact
 
 if TYPE_CHECKING:
@@ -237,11 +237,10 @@ class Posterior(Decisions):
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         if self.novelty is not None and isinstance(prediction, ClassPrediction | MultiLabelPrediction):
             prediction = prediction.with_epistemic_of(self.novelty.predict(x))
-        names = self.store.columns.classes
-        if isinstance(prediction, ClassPrediction) and len(names) == prediction.probabilities.shape[-1]:
-            prediction.named(names)
         scaling = self.store.scaling
-        return prediction if scaling is None else prediction.rescaled(scaling.shift, scaling.factor, scaling.is_far)
+        if scaling is not None:
+            prediction = prediction.rescaled(scaling.shift, scaling.factor, scaling.is_far)
+        return prediction.named(self.store.columns.labels, x.index if is_frame(x) else None)
 
     def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
         """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
@@ -258,7 +257,8 @@ class Posterior(Decisions):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        if isinstance(batches, Tensor | np.ndarray | tuple) or is_object(batches) or not isinstance(batches, Iterable):
+        is_one = hasattr(batches, "shape") or isinstance(batches, tuple) or is_object(batches)
+        if is_one or not isinstance(batches, Iterable):
             raise TypeError(
                 f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
                 "predict(x) for one array or batch"
@@ -273,7 +273,7 @@ class Posterior(Decisions):
                     "predict_batches reads all samples from the store again for every batch, since they take more "
                     "memory than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
                 )
-            yield self.predict([batch], return_samples)
+            yield self.predict(batch if is_frame(batch) else [batch], return_samples)
 
     def save(self, path: str | Path, dtype: Any = None, base: Literal["mean"] | None = None) -> "Posterior":
         """Write these samples, such as a thinned or merged selection, to a folder that `Posterior.load` opens.
@@ -587,7 +587,7 @@ class Posterior(Decisions):
         Raises:
             TypeError: if the predictive is not of classes.
         """
-        return plot_reliability(self.predict(x), y)
+        return plot_reliability(self.predict(x), self.columns.received((x, y))[1])
 
     def _ready_model(self) -> EnergyModel:
         if len(self) == 0:

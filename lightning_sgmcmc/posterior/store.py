@@ -89,6 +89,9 @@ class SampleStore(ABC):
     contour: LearnedContour | None = None
     """The final learned state of a contour sampler, for weights from the final π."""
 
+    is_resampled: bool = False
+    """Whether samples were drawn by their weights, so that they are one chain for ArviZ."""
+
     columns: Columns = Columns()
     """What inputs and targets are, for inputs and predictions in the data's units, as the fit's datamodule has said."""
 
@@ -218,7 +221,7 @@ class StoreView(SampleStore):
     ) -> None:
         self._places = list(places)
         self.records = records
-        self.columns = store.columns
+        self.columns, self.is_resampled = store.columns, store.is_resampled
         self._store = store
         self._is_of_one = all(own is store for own, _ in places)
 

@@ -285,7 +285,9 @@ class StoredSamples:
         Source: Deng et al. 2020 (CSGLD), Algorithm 1.
         """
         indices = resample(self.log_weights, count, method, torch.Generator().manual_seed(seed)).tolist()
-        return self._selected(indices, [0.0] * len(indices), True)
+        chosen = self._selected(indices, [0.0] * len(indices), True)
+        chosen.store.is_resampled = True
+        return chosen
 
     def thin(self: Samples, every: int | None = None, count: int | None = None) -> Samples:
         """Return fewer of the samples, evenly spaced within each chain; nothing is copied.
@@ -403,7 +405,7 @@ class StoredSamples:
         store = MemoryStore()
         for sample in self:
             store.append(sample)
-        store.contour, store.columns = self.store.contour, self.store.columns
+        store.contour, store.columns, store.is_resampled = self.store.contour, self.columns, self.store.is_resampled
         kept = type(self)(store, self.model)
         kept.calibration = self.calibration
         kept._novelty = None if self.novelty is None else self.novelty.in_memory()
@@ -441,7 +443,8 @@ class StoredSamples:
                 mixing than energies and predictions do.
             predictions: each sample's predictions by name, shape (S, …) in the order of the samples.
             max_elements: see `parameters`.
-            log_likelihood: that of each datum by each sample, shape (S, n), from `posterior.log_likelihood(data)`.
+            log_likelihood: that of each datum by each sample, shape (S, n), from `posterior.log_likelihood(data)`;
+                `arviz.loo` is right for samples at temperature 1, and too good for colder ones and ensembles.
 
         Example::
 

@@ -32,7 +32,7 @@ class Prediction:
         parts: the tensors by name; None leaves a part out.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_kept", "_names", "_why_not_kept")
+    __slots__ = ("__dict__", "__weakref__", "_index", "_kept", "_names", "_why_not_kept")
 
     probabilities: Tensor
     entropy: Tensor
@@ -47,6 +47,7 @@ class Prediction:
         vars(self).update((name, part) for name, part in parts.items() if part is not None)
         self._kept: Kept | None = None
         self._names: tuple[Any, ...] = ()
+        self._index: Any = None
         self._why_not_kept = "it is not kept: pass return_samples=True to predict"
 
     @property
@@ -56,7 +57,8 @@ class Prediction:
 
     def replaced(self: Kind, **parts: Tensor | None) -> Kind:
         """Return a copy with other tensors in some parts."""
-        return type(self)(**{**vars(self), **parts}).with_kept(self._kept, self._why_not_kept).named(self._names)
+        copy = type(self)(**{**vars(self), **parts}).with_kept(self._kept, self._why_not_kept)
+        return copy.named(self._names, self._index)
 
     def with_kept(self: Kind, kept: Kept | None, why_not: str | None = None) -> Kind:
         """Set the samples' distributions, or the reason why they are not kept, and return this prediction."""
@@ -64,9 +66,9 @@ class Prediction:
         self._why_not_kept = why_not if why_not is not None else self._why_not_kept
         return self
 
-    def named(self: Kind, classes: Sequence[Any]) -> Kind:
-        """Set the names of the classes, if there are some, and return this prediction."""
-        self._names = tuple(classes)
+    def named(self: Kind, names: Sequence[Any], index: Any = None) -> Kind:
+        """Set the names of the classes or targets, and the index of a frame's rows; return this prediction."""
+        self._names, self._index = tuple(names), index
         return self
 
     def without_distributions(self: Kind) -> Kind:
@@ -143,7 +145,7 @@ class Prediction:
     def to_pandas(self, level: float | None = None) -> Any:
         """Return a `pandas.DataFrame` with a row for each example and a column for each number.
 
-        Classes have the names that they have in the fit's data.
+        Classes and several targets have the names that they have in the fit's data, and rows of a frame its index.
 
         Args:
             level: also return the bounds of the interval of this probability.
@@ -166,10 +168,16 @@ class Prediction:
             if values.dim() == 1 or values.shape[1] == 1:
                 columns[name] = values.reshape(-1).numpy()
             else:
-                own = self._names or range(values.shape[1])
+                own = self._labels(values.shape[1])
                 columns |= {f"{name}_{i}": values[:, place].numpy() for place, i in enumerate(own)}
-        frame = pandas.DataFrame(columns)
-        return frame.assign(label=[self._names[i] for i in frame["label"]]) if self._names else frame
+        frame = pandas.DataFrame(columns, index=self._index)
+        if isinstance(self, ClassPrediction) and "label" in frame:
+            frame["label"] = [self.classes[i] for i in frame["label"]]
+        return frame
+
+    def _labels(self, count: int) -> tuple[Any, ...]:
+        """Return the names of classes or targets, or their numbers."""
+        return self._names if len(self._names) == count else tuple(range(count))
 
     def _columns(self, level: float | None) -> dict[str, Tensor]:
         """Return the columns of `to_pandas`, shape (n,) or (n, D)."""
@@ -352,7 +360,7 @@ class ClassPrediction(_OfProbabilities):
     @property
     def classes(self) -> tuple[Any, ...]:
         """The classes in the order of the probabilities: the names that the fit's data have, or 0 to K-1."""
-        return self._names or tuple(range(self.probabilities.shape[-1]))
+        return self._labels(self.probabilities.shape[-1])
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
         """Return labels drawn from the predictive, shape (num, n), or (num, n, …) of pixels and tokens.

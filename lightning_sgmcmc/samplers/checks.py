@@ -45,6 +45,14 @@ def check_group(rule: type, group: Mapping[str, Any], defaults: Mapping[str, Any
         check_names(f"a parameter group of {rule.__name__}", group, known)
 
 
+def check_options(rule: type, options: Mapping[str, Any], num_data: int | None) -> None:
+    """Raise for a group's options with which the rule cannot be constructed, as if they were those of all groups."""
+    if is_of_library(rule):  # a user's rule may take others
+        names = [name for name in names_of(rule) if name in options and name not in ("params", *OF_ALL_GROUPS)]
+        taken = {name: options[name] for name in names if not isinstance(options[name], Tensor)}
+        rule([torch.nn.Parameter(torch.zeros(1))], **taken, num_data=num_data, noise_ahead=False)
+
+
 def checked_state(
     state: Mapping[str, Any], rule: str, num_chains: int, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:

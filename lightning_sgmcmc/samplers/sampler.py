@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sgmcmc.checks import check_count, check_flag, names_arguments
-from lightning_sgmcmc.samplers.checks import check_group, check_parameters, checked_state, torch_state
+from lightning_sgmcmc.samplers.checks import check_group, check_options, check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise, NoiseBlocks
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
@@ -371,6 +371,8 @@ class Sampler(UpdateRule):
         """Add a subclass's options to every parameter group that does not set them itself."""
         self.defaults.update(defaults)
         for group in self.param_groups:
+            if any(name in group for name in defaults):
+                check_options(type(self), defaults | group, self.num_data)
             for name, value in defaults.items():
                 group.setdefault(name, value)
 

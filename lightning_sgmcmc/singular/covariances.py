@@ -53,7 +53,7 @@ def sample_losses(
             found.append(torch.stack([loss.cpu().double() for loss in call(states, moved)]))
     if not found:
         raise ValueError("batches is empty: pass the batches of the data, such as a DataLoader")
-    grid = grid_of_draws(posterior.records)
+    grid = grid_of_draws(posterior.store)
     return torch.cat(found, 1)[torch.as_tensor(grid.positions)]
 
 

@@ -17,7 +17,16 @@ def is_frame(x: Any) -> bool:
 
 def is_table(x: Any) -> bool:
     """Return whether x is a data frame or a series of pandas."""
-    return _is_of_pandas(x) and hasattr(x, "to_numpy")
+    return _is_of_pandas(x) and hasattr(x, "iloc")
+
+
+def as_series(y: Any) -> Any:
+    """Return an array of pandas, such as a Categorical with its order, as a series; others as they are."""
+    if not _is_of_pandas(y) or is_table(y):
+        return y
+    import pandas
+
+    return pandas.Series(y)
 
 
 def _is_of_pandas(x: Any) -> bool:
@@ -115,3 +124,10 @@ def column_numbers(name: str, column: Any, series: Any) -> np.ndarray:
 def is_categorical(series: Any) -> bool:
     """Return whether a series has the categorical type of pandas."""
     return bool(getattr(series.dtype, "name", "") == "category")
+
+
+def with_categories(frame: Any) -> Any:
+    """Return a frame whose columns of texts have the type "category"."""
+    objects = [name for name in frame.columns if not is_categorical(frame[name]) and frame[name].dtype.kind == "O"]
+    texts = [name for name in objects if any(isinstance(value, str) for value in frame[name])]
+    return frame.astype(dict.fromkeys(texts, "category"))

@@ -20,6 +20,9 @@ from lightning_sgmcmc.tables.arrays import (
     is_table,
 )
 
+FEW_ROWS = 10
+"""Rows of a table whose categories may all differ; in more they name the rows, and say nothing of others."""
+
 
 @dataclass(frozen=True)
 class InputColumns:
@@ -64,6 +67,9 @@ class InputColumns:
         if is_table(x):
             frame = as_frame(x)
             values = tuple(_values_in(frame[name]) if is_categorical(frame[name]) else () for name in frame.columns)
+            for name, own in zip(frame.columns, values, strict=True):
+                if len(own) == len(frame) > FEW_ROWS:
+                    raise ValueError(f"x has another category in each row of column {name!r}: leave it out")
             width = sum(len(own) or 1 for own in values)
             found = cls(tuple(map(plain, frame.columns)), values, shape=(width,), targets=tuple(map(plain, targets)))
         else:
@@ -111,9 +117,26 @@ class InputColumns:
             TypeError: for values that are no numbers.
         """
         (mean, std), encoded = self.scaling, self.encoded(x, name)
-        if count := int(encoded.isinf().sum()):
-            raise ValueError(f"{name} has {count} infinite values: fill them in, or leave out their rows")
+        self.check_finite(encoded, name)
         return self.filled(((encoded - mean) / std).float())
+
+    def check_finite(self, encoded: Tensor, name: str = "x") -> None:
+        """Raise ValueError for an infinite number, or one that is missing where the training data have all."""
+        bad = ~encoded.isfinite()
+        places = list(self.missing)
+        if places:
+            bad[:, places] = encoded[:, places].isinf()
+        if bool(bad.any()) and encoded.dim() == 2:
+            where = ", ".join(map(self.called, bad.any(0).nonzero()[:6, 0].tolist()))
+            raise ValueError(
+                f"{name} has {int(bad.sum())} values that are NaN or infinite in {where}: fill them in, or leave out "
+                "their rows"
+            )
+
+    def called(self, place: int) -> str:
+        """Return what the column of an encoded input is called."""
+        ends = np.cumsum([len(values) or 1 for values in self.categories])
+        return f"column {self.names[int(np.searchsorted(ends, place, 'right'))]!r}" if self.names else f"column {place}"
 
     def filled(self, scaled: Tensor) -> Tensor:
         """Return scaled inputs (n, …) with the mean, 0, where a number is missing that may be."""
@@ -364,6 +387,11 @@ class Columns:
             tuple(map(plain, classes)) if isinstance(classes, list | tuple) else (),
             str(getattr(datamodule, "task", None) or ""),
         )
+
+    @property
+    def labels(self) -> tuple[Any, ...]:
+        """The names of the classes, or of several targets; () if there are none."""
+        return self.classes or (() if self.targets is None else self.targets.labels)
 
     def difference(self, other: "Columns") -> str | None:
         """Return in which way another run's or datamodule's data have other columns or units; None if they may agree.

@@ -150,6 +150,10 @@ COMMANDS = [
         ("test", "--config", RECIPE, "--trainer.callbacks=lightning_sgmcmc.callbacks.RunSummary"),
         "sgmcmc test: no run in runs/digits_csghmc has posterior samples: run sgmcmc fit ",
     ),
+    (
+        ("plan", "--config", RECIPE, "--model.net.init_args.in_channels=5"),
+        "sgmcmc plan: a batch has 64 inputs for each example, and the network's first linear layer takes 5: make it ",
+    ),
     (("report", "nowhere"), "sgmcmc report: there is no folder nowhere: pass a run's folder"),
     (("compare", "nowhere", "."), "sgmcmc compare: there is no folder nowhere: pass a run's folder"),
     (("report", "."), "sgmcmc report: . holds no run: neither it nor a subfolder has "),

@@ -267,7 +267,7 @@ def test_a_table_of_classes_and_one_without_standardisation() -> None:
     [
         (np.zeros(3), np.zeros(3), r"x should have shape \(n, columns\), got \(3,\)"),
         (np.zeros((3, 1)), np.zeros(4), "x has 3 rows and y has 4 targets"),
-        (np.full((3, 1), np.nan), np.zeros(3), "x has 3 values that are NaN or infinite: fill them in"),
+        (np.full((3, 1), np.nan), np.zeros(3), "x has 3 values that are NaN or infinite in column 0: fill them in"),
         (np.zeros((2, 1)), np.zeros((2, 2, 2)), r"y should have shape \(n,\) or \(n, targets\), got \(2, 2, 2\)"),
         (np.zeros((2, 1)), np.array([-1, 1]), "y has the label -1, and labels count from 0: pass y.astype"),
     ],

@@ -1,6 +1,7 @@
 """A user's own data: arrays, frames of pandas, data sets of Hugging Face."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -101,8 +102,8 @@ def test_splits_of_the_users_own() -> None:
         ({"y": "price"}, TypeError, "y='price' is a text: pass target='price'"),
         (
             {"x": "table.csv", "target": "price"},
-            TypeError,
-            r"read the table first.*read_csv\('table.csv'\)",
+            FileNotFoundError,
+            "table.csv",
         ),
         ({"y": frame()["price"].iloc[::-1]}, ValueError, "y has the rows of x in another order"),
         ({}, TypeError, "y is missing: pass the targets, or target="),
@@ -164,3 +165,24 @@ def test_rows_of_different_lengths() -> None:
         next(iter(data.train_dataloader()))
     with pytest.raises(TypeError, match=r"train holds the data sets 'train': pass one, train=data\['train'\]"):
         DatasetDataModule(datasets.DatasetDict({"train": data.train}))  # type: ignore[arg-type]
+
+
+def test_a_csv_file_is_the_frame_that_pandas_reads(tmp_path: Path) -> None:
+    """Texts are categories, the target's are classes, and gaps are marked, as of the frame with these types."""
+    generator = np.random.default_rng(0)
+    frame = pandas.DataFrame(
+        {"dose": generator.normal(size=60), "sex": ["f", "m"] * 30, "well": ["yes", "no", "no"] * 20}
+    )
+    frame.loc[:5, "dose"] = np.nan
+    frame.to_csv(tmp_path / "patients.csv", index=False)
+    found = TableDataModule(tmp_path / "patients.csv", target="well")
+    same = TableDataModule(frame.astype({"sex": "category"}), target="well")
+    for data in (found, same):
+        data.setup("fit")
+    assert found.classes == same.classes == ("no", "yes")
+    assert found.input_columns == same.input_columns
+    assert torch.equal(found.splits[0].inputs, same.splits[0].inputs)
+    frame.assign(name=[f"p{row}" for row in range(60)]).to_csv(tmp_path / "named.csv", index=False)
+    with pytest.raises(ValueError, match="x has another category in each row of column 'name': leave it out"):
+        TableDataModule(tmp_path / "named.csv", target="well")
+    TableDataModule(tmp_path / "named.csv", target="well", group="name")

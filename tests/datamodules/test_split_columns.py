@@ -54,6 +54,8 @@ def test_later_rows_are_for_testing() -> None:
 
 def test_values_beside_the_table() -> None:
     x, y = torch.randn(50, 2), torch.randn(50)
+    with pytest.raises(TypeError, match=r"time has texts, such as '1/2/24', .* pass dates, as by pandas.to_datetime"):
+        TableDataModule(x, y, time=[f"{day % 12 + 1}/2/24" for day in range(50)])
     data = TableDataModule(x, y, time=torch.arange(50).flip(0), val_fraction=0.0, test_fraction=0.2)
     data.setup("fit")
     assert len(data.splits[2].inputs) == 10

@@ -93,6 +93,19 @@ def checkpoints(folder: Path, every: int = 1) -> pl.callbacks.ModelCheckpoint:
     return pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
 
 
+class Logarithm(nn.Linear):
+    """As of an exposure, which must not be standardised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x[:, :1].log()
+
+
+def test_outputs_that_are_nan_at_the_start_are_no_matter_of_the_step() -> None:
+    data = DataLoader(TensorDataset(torch.randn(20, 2), torch.randn(20, 1)), batch_size=20)
+    with pytest.raises(NonFiniteEnergyError, match=r"outputs have NaN at the start's finite weights .* a standardised"):
+        quiet_trainer(max_epochs=1).fit(BayesianModule(Logarithm(2, 1), Gaussian(), lr=0.01), data)
+
+
 # -- stop -------------------------------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ def test_frames_are_in_the_datas_units(insurance: tuple[Path, TableDataModule], 
         (lambda t: {"input": t.drop(columns="region").to_numpy(float)}, "x is a NumPy array"),
         (lambda t: [t[["age", "rooms"]].to_numpy()], "x is a NumPy array"),
         (lambda t: t["age"], "x has no column 'rooms'"),
-        (lambda t: t.assign(age=np.inf), "x has 20 infinite values: fill them in"),
+        (lambda t: t.assign(age=np.inf), "x has 20 values that are NaN or infinite in column"),
         (lambda t: t[:0], "x has no inputs to predict"),
         (lambda t: pandas.concat([t, t[["age"]]], axis=1), "x has the column 'age' twice"),
     ],
@@ -242,6 +242,15 @@ def test_names_of_classes_are_in_the_store(tmp_path: Path) -> None:
     by_name = posterior.evaluate([(table[["age", "rooms"]], table["kind"])]).bma
     assert by_name == posterior.evaluate([(table[["age", "rooms"]], (table["kind"] == "old").astype(int))]).bma
     assert by_name["accuracy"] > 0.9
+    drawn = posterior.plot_reliability(table[["age", "rooms"]], table["kind"]).axes[0].get_title()
+    assert (
+        drawn
+        == posterior.plot_reliability(table[["age", "rooms"]], torch.as_tensor((table["kind"] == "old").to_numpy()))
+        .axes[0]
+        .get_title()
+    )
+    with pytest.raises(ValueError, match="y has the rows of x in another order"):
+        posterior.plot_reliability(table[["age", "rooms"]], table["kind"].iloc[::-1])
     with pytest.raises(ValueError, match="y has the class 'odd', which the fit's data lack"):
         posterior.evaluate([(table[["age", "rooms"]], table["kind"].replace("old", "odd"))])
     with pytest.raises(ValueError, match="y has the class 'odd', which the fit's data lack"):
@@ -259,3 +268,28 @@ def test_a_header_may_say_nothing_of_inputs(insurance: tuple[Path, TableDataModu
     torch.testing.assert_close(found, premium_of(table), atol=0.01, rtol=0)
     with pytest.raises(RuntimeError, match="the store has no columns of the inputs"):
         posterior.inputs(table)
+
+
+def test_predictions_keep_the_rows_and_the_targets_names(
+    insurance: tuple[Path, TableDataModule], tmp_path: Path
+) -> None:
+    """A prediction joins the rows that it is of, by their index. With rows numbered anew it joined others."""
+    posterior = Posterior.load(insurance[0])
+    new = frame(40, seed=1)
+    shuffled = new.drop(columns=["premium", "weight"]).sample(frac=1, random_state=0)
+    found = posterior.predict(shuffled).to_pandas(level=0.9)
+    assert found.index.equals(shuffled.index)
+    assert (found["mean"] - new["premium"]).abs().max() < 0.1  # pandas aligns by the index
+    (batch,) = posterior.predict_batches([shuffled])
+    assert batch.to_pandas().index.equals(shuffled.index)
+    assert posterior.predict(posterior.inputs(shuffled)).to_pandas().index.tolist() == list(range(40))
+    with pytest.raises(TypeError, match="batches should be an iterable of batches, got a DataFrame"):
+        posterior.predict_batches(shuffled)
+    with pytest.raises(ValueError, match="x has 40 values that are NaN or infinite in column 'age': fill them in"):
+        posterior.predict(shuffled.assign(age=np.nan))
+    both = TableDataModule(frame(), target=["premium", "weight"], task="regression", batch_size=64)
+    two = fitted(both, tmp_path / "samples")[0].predict(shuffled).to_pandas()
+    assert (two["mean_weight"] - new["weight"]).abs().max() < 1e-4
+    assert [name for name in two if name.endswith("premium")] == [
+        f"{part}_premium" for part in ("mean", "std", "epistemic_std", "aleatoric_std")
+    ]

@@ -110,6 +110,9 @@ def test_weights_reach_arviz_by_resampling() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data = posterior.resample(500).to_arviz()
+        few = Posterior.from_states(nn.Linear(1, 1), members, Gaussian()).resample(2)  # none repeats
+        for chosen in (few, few.in_memory(), few.thin(count=2)):
+            assert chosen.to_arviz()["posterior"]["net.weight"].shape[:2] == (1, 2)
     drawn = data["posterior"]["net.weight"].values
     assert drawn.shape[:2] == (1, 500)
     assert abs(drawn.mean() - 3.83) < 0.02

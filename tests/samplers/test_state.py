@@ -179,6 +179,25 @@ def test_bad_options_are_refused(cls: Any, options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
+        (SGHMC, {"friction": 3.0}, r"friction must be in \(0, 1\], got 3.0"),
+        (SGHMC, {"friction": "low"}, "friction must be a number, got 'low'"),
+        (SGHMC, {"noise_estimate": 0.5}, "noise_estimate must be between 0 and friction=0.1, got 0.5"),
+        (SGNHT, {"thermal_inertia": 0.0}, "thermal_inertia must be positive, got 0.0"),
+        (pSGLD, {"eps": 0.0}, "eps must be positive, got 0.0"),
+        (UnderdampedLangevin, {"lr": 1.0, "friction": 2.0}, "must be below 2 for a stable step"),
+        (UnderdampedLangevin, {"integrator": "verlet"}, "integrator must be .*, got 'verlet'"),
+    ],
+)
+def test_bad_options_of_a_group_are_refused(cls: Any, options: dict[str, Any], message: str) -> None:
+    """They were taken, and the group's samples were of no posterior, or of none at all."""
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], **own} for own in (options, {})]
+    with pytest.raises((TypeError, ValueError), match=message):
+        cls(groups, lr=0.1, num_data=10)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
         (SGLD, {"weight_decay": 0.1}, "a parameter group of SGLD has no argument 'weight_decay'"),
         (SGHMC, {"frictoin": 0.3}, "no argument 'frictoin'; did you mean 'friction'?"),
         (SGHMC, {"num_data": 5}, r"num_data is one for all groups of parameters: pass SGHMC\(…, num_data=…\)"),
