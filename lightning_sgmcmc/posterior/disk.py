@@ -41,6 +41,8 @@ SURPLUS = 20
 """`keep_newest` leaves up to 1/20 more samples in the manifest than it keeps."""
 MOST_TRIES = 100
 """Times that the manifest is read again when a fit has deleted samples meanwhile."""
+OF_A_STORE = ("manifest.", "sample-", "shared.", "base.", "contour.", "calibration.", "novelty")
+"""How the names of a store's entries begin."""
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
 
 
@@ -526,7 +528,8 @@ def whole_store(path: Path, *common: Any) -> Iterator[DiskStore]:
         store.record(store.take_written())
         store.share_writing(False)
     except BaseException as error:
-        for entry in sorted(set(path.iterdir()) - earlier, key=lambda entry: entry.name != manifest.MANIFEST):
+        left = [entry for entry in path.iterdir() if entry not in earlier and entry.name.startswith(OF_A_STORE)]
+        for entry in sorted(left, key=lambda entry: entry.name != manifest.MANIFEST):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(
