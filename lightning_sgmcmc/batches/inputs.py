@@ -271,6 +271,8 @@ def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
     """Return the batches of inputs in an argument of `predict`: one, or those of an iterable."""
     if isinstance(x, Tensor | np.ndarray | Mapping) or is_table(x) or is_object(x):
         return [x]
+    if type(x).__module__.startswith(("polars.", "pyarrow.")):
+        raise TypeError(f"x is a {type(x).__name__} of {type(x).__module__.split('.')[0]}: pass x.to_pandas()")
     if isinstance(x, tuple):
         nested = len(x) == 2 and isinstance(x[0], list | tuple | Mapping)
         if nested or (len(x) > 1 and len(x) == arguments.required):

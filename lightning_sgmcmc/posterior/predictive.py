@@ -377,6 +377,11 @@ def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
                 "((a, b), y)."
             )
         inputs = inputs_of(batch, arguments)
+        if isinstance(inputs, int | float | str):
+            raise TypeError(
+                f"a batch has {inputs!r} in place of a tensor: pass torch.as_tensor(x) of what the network receives, "
+                "posterior.inputs(x) of rows in the data's units, or a data frame"
+            )
         if arguments.decodes and isinstance(inputs, Mapping):
             labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
             inputs = with_decoder_inputs(innermost(model.net), inputs, labels)

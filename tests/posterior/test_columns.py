@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from torch import nn
@@ -283,6 +284,12 @@ def test_predictions_keep_the_rows_and_the_targets_names(
     (batch,) = posterior.predict_batches([shuffled])
     assert batch.to_pandas().index.equals(shuffled.index)
     assert posterior.predict(posterior.inputs(shuffled)).to_pandas().index.tolist() == list(range(40))
+    with pytest.raises(
+        TypeError, match=r"a batch has 50.0 in place of a tensor: pass .* posterior.inputs\(x\) of rows"
+    ):
+        posterior.predict([[50.0, 3.0], [60.0, 2.0]])
+    with pytest.raises(TypeError, match=r"x is a Table of pyarrow: pass x.to_pandas\(\)"):
+        posterior.predict(pyarrow.Table.from_pandas(shuffled))
     with pytest.raises(TypeError, match="batches should be an iterable of batches, got a DataFrame"):
         posterior.predict_batches(shuffled)
     with pytest.raises(ValueError, match="x has 40 values that are NaN or infinite in column 'age': fill them in"):
