@@ -304,6 +304,11 @@ class OtherWeights:
         """The last step of the sampler that is looked at, and the epochs that are left."""
         self._chains, self._before = chains_of(module), dict[str, Tensor]()
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a user's code is called between updates."""
+        return bool(self._who)
+
     def keep(self, sampler: Sampler, ends_epoch: bool) -> None:
         """Keep the weights after an update, if it is one that is looked at."""
         if sampler.step_count > self._steps and not (ends_epoch and self._epochs):
@@ -315,6 +320,8 @@ class OtherWeights:
     def compare(self) -> None:
         """Warn, once, if they are others before the next update."""
         before, self._before = self._before, {}
+        if self._who and self._chains.flat is not None:
+            self._chains.flat.take_back()
         differ = [(tensor != self._chains.trainable[name]).any() for name, tensor in before.items()]
         for name, tensor in before.items() if differ and bool(torch.stack(differ).any()) else ():  # one wait for all
             if not torch.equal(tensor, self._chains.trainable[name]):
