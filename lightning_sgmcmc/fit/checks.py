@@ -434,11 +434,15 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
 # -- early stopping ----------------------------------------------------------------------------------------------------
 
 
+def watches_samples(callback: EarlyStopping) -> bool:
+    """Return whether early stopping watches a metric of the samples' average, rather than of the chains' states."""
+    return str(callback.monitor).startswith(("val/bma_", "val/single_", "val/chain_disagreement"))
+
+
 class PatientStopping:
     """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples."""
 
-    def __init__(self, monitors: tuple[str, ...]) -> None:
-        self._monitors = monitors
+    def __init__(self) -> None:
         self._checked: dict[EarlyStopping, int] = {}
         """The samples at each callback's last check."""
         self.samples = 0
@@ -448,7 +452,7 @@ class PatientStopping:
         """Make the trainer's `EarlyStopping` callbacks wait."""
         self.samples = samples
         for callback in instances_of(trainer, EarlyStopping):
-            if str(callback.monitor).startswith(self._monitors):
+            if watches_samples(callback):
                 self._checked[callback] = samples
                 vars(callback)["_should_skip_check"] = partial(self._skips, callback)
 
