@@ -253,6 +253,7 @@ class Safeguards(RunCallback):
         claims.end_update()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._shares.compare_ends(trainer)
         chains = chains_of(pl_module)
         pulse = self._pulse
         if chains.progress.sample_due:
