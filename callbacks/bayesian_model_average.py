@@ -40,8 +40,6 @@ from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 
-MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
-"""The beginnings of the names of the metrics that change with the samples only."""
 LARGE_STATE = 5 * 10**7
 """Bytes of a checkpoint that the user hears of."""
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
@@ -126,7 +124,7 @@ class BayesianModelAverage(SamplerCallback):
         self._scores = DrawingScores()
         self._latest: tuple[PosteriorSample, SampleScores] | None = None
         """The newest drawn sample with its scores."""
-        self._stopping = PatientStopping(MONITORS)
+        self._stopping = PatientStopping()
 
     # -- during the fit -----------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ from lightning_sgmcmc.chains.callback import Place, Run, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.schedule import FirstStage, RunLength, Schedule, StepControls, epoch_length, schedule_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, is_trial
+from lightning_sgmcmc.chains.trainer import callbacks_of, fit_steps, instances_of, is_trial
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_number, check_positive, check_within
+from lightning_sgmcmc.fit.checks import watches_samples
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import Control
@@ -124,6 +125,16 @@ class SamplingSchedule(Schedule):
     @property
     def first_sample(self) -> int:
         return self._burn_in + self._every
+
+    def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
+        """Lay the schedule out; warn if the chains' present states may end the run."""
+        super().plan(trainer, module)
+        early = next((c for c in instances_of(trainer, EarlyStopping) if not watches_samples(c)), None)
+        if early is not None:
+            rank_zero_warn(
+                f"EarlyStopping(monitor={early.monitor!r}) watches the chains' present states, and may end the run "
+                "before its last samples are drawn: omit it, or let it monitor 'val/bma_nll' of a BayesianModelAverage."
+            )
 
     def controls(self, step: int) -> StepControls:
         epoch = (step - 1) // self._steps_per_epoch if self._steps_per_epoch else 0

@@ -309,12 +309,17 @@ def draw_samples(
             f"'{frozen}' was frozen during the run, so this state is not a posterior sample: freeze parameters "
             "before the fit"
         )
-    thawed = next((name for name in named_trainable(chains.model) if name not in chains.trainable), None)
-    if thawed is not None:
-        raise RuntimeError(
-            f"'{thawed}' requires gradients since the run began, and is not sampled in it: unfreeze parameters before "
-            "a fit, such as a second one of this module"
-        )
+    for name, parameter in named_trainable(chains.model).items():
+        if name not in chains.trainable:
+            raise RuntimeError(
+                f"'{name}' requires gradients since the run began, and is not sampled in it: unfreeze parameters "
+                "before a fit, such as a second one of this module"
+            )
+        if parameter is not chains.trainable[name]:
+            raise RuntimeError(
+                f"'{name}' was replaced by another parameter during the run, and the sampler moves the former one: "
+                "change its numbers, by parameter.copy_(…) under torch.no_grad()"
+            )
     check_replicas(chains, step)
     chains.share_buffers()
     prepare = chains.claims.get("prepare samples")

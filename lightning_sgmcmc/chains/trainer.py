@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -44,8 +45,8 @@ def declared(trainer: pl.Trainer) -> list[RunCallback]:
 
 
 def log_interval(trainer: pl.Trainer) -> int:
-    """Return `log_every_n_steps`."""
-    return int(cast(Any, trainer).log_every_n_steps)
+    """Return `log_every_n_steps`; with 0 nothing is logged, and the interval is longer than any run."""
+    return int(cast(Any, trainer).log_every_n_steps) or sys.maxsize
 
 
 def is_trial(trainer: pl.Trainer) -> bool:

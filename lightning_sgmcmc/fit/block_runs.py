@@ -45,7 +45,7 @@ SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
 """The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
 """Steps of a run, times its chains, from which it has blocks."""
-
+NOT_MADE = "Steps are not made in blocks"
 
 OF_A_STEP = (
     "on_train_batch_start",
@@ -87,9 +87,9 @@ def has_blocks(trainer: Any, module: ChainModel) -> bool:
     """Return whether a run makes its steps in blocks; if something prevents it where it would save time, report it."""
     if not _saves_time(trainer, module):
         return False
-    cause = next(_causes_of_no_blocks(trainer, module), None)
+    cause = why_no_blocks(trainer, module)
     if cause is not None:
-        rank_zero_info(f"Steps are not made in blocks, since {cause}.")
+        rank_zero_info(f"{NOT_MADE}, since {cause}.")
     return cause is None
 
 
@@ -107,9 +107,14 @@ def _saves_time(trainer: Any, module: ChainModel) -> bool:
     return bool(trainer.estimated_stepping_batches * chains.num_chains >= FEWEST)
 
 
+def why_no_blocks(trainer: Any, module: ChainModel) -> str | None:
+    """Return what a run has now that needs each step of Lightning's loop, and what to do about it; None for nothing."""
+    return next(_causes_of_no_blocks(trainer, module), None)
+
+
 def _causes_of_no_blocks(trainer: Any, module: ChainModel) -> Iterator[str]:
     """Return, one by one, what a run has that needs each step of Lightning's loop, and what to do about it."""
-    name = type(module).__name__
+    name, chains = type(module).__name__, module.chains
     for scheduler in instances_of(trainer, GradientAccumulationScheduler):
         if scheduler.going_to_accumulate_grad_batches():
             yield "a GradientAccumulationScheduler accumulates batches: remove it, and use larger batches"
@@ -123,10 +128,13 @@ def _causes_of_no_blocks(trainer: Any, module: ChainModel) -> Iterator[str]:
     for method in OF_A_BATCH:  # this library's datamodules only move batches
         if hasattr(data, method) and not definer(data, method).__module__.startswith((LIGHTNING, OWN)):
             yield f"{type(data).__name__} has its own {method}, {REMEDIES[method]}"
+    for weight, parameter in chains.trainable.items():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield f"'{weight}' has a hook, which is called at every step: remove it for long runs"
     for path, part in module.named_modules():
         if (what := _what_is_more(part)) is not None:
             yield f"'{path}' ({type(part).__name__}) {what}" if path else f"{name} {what}"
-    if not FlatParameters.suits([*module.chains.trainable.values()], module.num_chains):
+    if chains.flat is None and not FlatParameters.suits([*chains.trainable.values()], module.num_chains):
         yield "some parameters share memory, or are empty: give each its own"
     if module.chains.compiled == True or module._compiled_net:  # noqa: E712
         yield "the network is compiled by itself: leave compile at 'auto', and pass the plain network"
@@ -154,6 +162,8 @@ def _causes_in_trainer(trainer: Any, module: ChainModel) -> Iterator[str]:
         yield "the loader has no length: pass one with a length, or limit_train_batches"
     if not module.automatic_optimization:
         yield "automatic_optimization=False: leave it at True"
+    if trainer.lr_scheduler_configs:
+        yield "a learning-rate scheduler acts in each: use SamplingSchedule(lr_decay=…) or CyclicalSchedule"
     if type(trainer.fit_loop.epoch_loop) is not _TrainingEpochLoop:
         yield "the trainer has a loop of its own: leave Lightning's in its place"
 
@@ -195,6 +205,22 @@ def _what_is_more(part: nn.Module) -> str | None:
     codes = [getattr(vars(kind).get(name), "__code__", None) for kind in own for name in methods]
     read = sorted({name for code in codes if code is not None for name in CHANGES & set(code.co_names)})
     return f"reads {read[0]!r} where it computes, which differs between steps: make it a tensor" if read else None
+
+
+class Attributes:
+    """The attributes of a module and its parts, of which some may be numbers that traced operations hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [vars(part) for part in module.modules()]
+        self._before = [dict(own) for own in self._parts]
+
+    def have_changed(self) -> bool:
+        """Return whether an attribute is another object than at the last look."""
+        before, self._before = self._before, [dict(own) for own in self._parts]
+        return any(
+            now.keys() != then.keys() or any(now[name] is not then[name] for name in now)
+            for now, then in zip(self._before, before, strict=True)
+        )
 
 
 def _hook_of_each_step(callback: pl.Callback) -> str | None:

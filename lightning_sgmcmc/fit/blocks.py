@@ -29,7 +29,9 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.fit.block_runs import (
+    NOT_MADE,
     WORTH_LEARNING,
+    Attributes,
     acts_in_steps,
     compiles,
     expected_steps,
@@ -38,8 +40,9 @@ from lightning_sgmcmc.fit.block_runs import (
     overrides,
     runs_apart,
     say_compilation,
+    why_no_blocks,
 )
-from lightning_sgmcmc.fit.checks import OtherWeights, take_num_data
+from lightning_sgmcmc.fit.checks import take_num_data
 from lightning_sgmcmc.fit.passes import (
     ComingControls,
     DataOnDevice,
@@ -68,6 +71,10 @@ MOST, MOST_NORMAL, MOST_OF_DATA = 512, 2**22, 2**26
 """Steps of a block, normal numbers that are drawn for it at once, and numbers of its batches."""
 MOST_APART = 32
 """Steps of a block of chains one after another, which draw a step's noise at a time."""
+
+
+SETTINGS = "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches"
+"""The trainer's settings that a block's steps are made by."""
 
 
 class Segment(NamedTuple):
@@ -145,6 +152,11 @@ class StepBlocks:
         most = MOST if self._captures else max(1, min(MOST, MOST_NORMAL // numbers))
         self._most = max(most, MOST_APART) if self._apart else most
         """Steps of a block."""
+        self._settings = {name: getattr(trainer, name) for name in SETTINGS}
+        self._looks = True
+        """Whether to look for a change before the coming step."""
+        self._watch = module.other_weights
+        self._attributes = Attributes(module)
         self._counters = module.chains.counters
         loop: Any = trainer.fit_loop.epoch_loop
         self._loop, self._plain = loop, loop.advance
@@ -159,13 +171,6 @@ class StepBlocks:
         """
         chains = module.chains
         if not chains.traces:
-            return None
-        if trainer.lr_scheduler_configs:
-            rank_zero_info(
-                "Steps are not made in blocks, since a learning-rate scheduler acts in each: use "
-                "SamplingSchedule(lr_decay=…) or CyclicalSchedule."
-            )
-            chains.stop_tracing(trainer)
             return None
         sampler = sampler_of(module)
         for group in [] if sampler.flat is None else sampler.flat.groups:
@@ -188,12 +193,36 @@ class StepBlocks:
 
     def _advance(self, fetcher: Any) -> None:
         """Make the steps up to the next one that Lightning sees; a user's hooks are called between its epochs."""
-        watch: OtherWeights | None = self._module.other_weights
-        if watch is not None:
-            watch.compare()
+        watch = self._watch
+        watch.compare()
+        if self._looks and self._singles.begins(
+            self._loop.batch_idx + 1
+        ):  # the hooks of users have been called, which may change what a block takes as given
+            self._looks = watch.has_hooks
+            if (cause := self._change() or why_no_blocks(self._trainer, self._module)) is not None:
+                self._end_blocks(cause)
+                self._plain(fetcher)
+                return
+            if watch.has_hooks and self._attributes.have_changed():
+                self._singles.check_next()
         self._make_steps(fetcher)
-        if watch is not None and fetcher.done:
+        if fetcher.done:
             watch.keep(self._sampler, ends_epoch=True)
+
+    def _change(self) -> str | None:
+        """Return which of the trainer's settings is another one since the steps began."""
+        changed = (name for name, value in self._settings.items() if getattr(self._trainer, name) != value)
+        return next((f"{name} was changed within the fit: pass it to the Trainer" for name in changed), None)
+
+    def _end_blocks(self, cause: str) -> None:
+        """Let Lightning make the coming steps, for a cause that has come up within the fit."""
+        self.end()
+        chains = self._module.chains
+        self._compiles = self._captures = chains.traces = False
+        chains.flatten(self._sampler, self._trainer)
+        chains.stop_tracing(self._trainer)
+        step = self._sampler.step_count + 1
+        rank_zero_info(f"{NOT_MADE}{f' from step {step} on' if step > 1 else ''}, since {cause}.")
 
     def _make_steps(self, fetcher: Any) -> None:
         """Make the steps up to the next one that Lightning sees, and this one too, with all its hooks."""
@@ -332,7 +361,7 @@ class StepBlocks:
         if self._captures:
             self._captures = self._lists = False
             self._module.chains.stop_tracing(self._trainer)
-            rank_zero_info(f"Steps are not made in blocks, since {cause}.")
+            rank_zero_info(f"{NOT_MADE}, since {cause}.")
 
     def _note_single(self, cause: str | None) -> None:
         """Report once what keeps steps from being made together, after many in a row that it made single."""

@@ -15,7 +15,7 @@ from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import TrainingRows, repetitions, resolve_num_data, stream_of, training_rows
 from lightning_sgmcmc.chains.callback import RunCallback, has_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, is_per_chain, sampler_of
-from lightning_sgmcmc.chains.layout import layout_of
+from lightning_sgmcmc.chains.layout import layout_of, new_group
 from lightning_sgmcmc.chains.state import Progress
 from lightning_sgmcmc.chains.trainer import (
     baseline_of,
@@ -310,6 +310,11 @@ class OtherWeights:
         """The last step of the sampler that is looked at, and the epochs that are left."""
         self._chains, self._before = chains_of(module), dict[str, Tensor]()
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a user's code is called between updates."""
+        return bool(self._who)
+
     def keep(self, sampler: Sampler, ends_epoch: bool) -> None:
         """Keep the weights after an update, if it is one that is looked at."""
         if sampler.step_count > self._steps and not (ends_epoch and self._epochs):
@@ -321,6 +326,8 @@ class OtherWeights:
     def compare(self) -> None:
         """Warn, once, if they are others before the next update."""
         before, self._before = self._before, {}
+        if self._who and self._chains.flat is not None:
+            self._chains.flat.take_back()
         differ = [(tensor != self._chains.trainable[name]).any() for name, tensor in before.items()]
         for name, tensor in before.items() if differ and bool(torch.stack(differ).any()) else ():  # one wait for all
             if not torch.equal(tensor, self._chains.trainable[name]):
@@ -433,11 +440,15 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
 # -- early stopping ----------------------------------------------------------------------------------------------------
 
 
+def watches_samples(callback: EarlyStopping) -> bool:
+    """Return whether early stopping watches a metric of the samples' average, rather than of the chains' states."""
+    return str(callback.monitor).startswith(("val/bma_", "val/single_", "val/chain_disagreement"))
+
+
 class PatientStopping:
     """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples."""
 
-    def __init__(self, monitors: tuple[str, ...]) -> None:
-        self._monitors = monitors
+    def __init__(self) -> None:
         self._checked: dict[EarlyStopping, int] = {}
         """The samples at each callback's last check."""
         self.samples = 0
@@ -447,7 +458,7 @@ class PatientStopping:
         """Make the trainer's `EarlyStopping` callbacks wait."""
         self.samples = samples
         for callback in instances_of(trainer, EarlyStopping):
-            if str(callback.monitor).startswith(self._monitors):
+            if watches_samples(callback):
                 self._checked[callback] = samples
                 vars(callback)["_should_skip_check"] = partial(self._skips, callback)
 
@@ -487,6 +498,11 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
     )
 
 
+def dist_is_used() -> bool:
+    """Return whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 # -- streams, and data that grow ---------------------------------------------------------------------------------------
 
 
@@ -519,7 +535,8 @@ def begin_stream(trainer: pl.Trainer, rows: TrainingRows) -> None:
 
 
 class StreamShares:
-    """Compares a stream's first batches over the ranks that share a chain, and over its workers."""
+    """Compares a stream's first batches over the ranks that share a chain, and over its workers, and where its epochs
+    end over all ranks."""
 
     def __init__(self) -> None:
         self._ranks = self._workers = 1
@@ -527,12 +544,16 @@ class StreamShares:
         self._left = 0
         """Batches to come that are looked at."""
         self._alike = True
+        self._group: Any = None
+        """All ranks of a fit, if each reads a stream."""
 
     def begin(self, trainer: pl.Trainer, ranks_per_chain: int) -> None:
         """Look at this fit's first batches, if it reads a stream that several processes should divide."""
         workers = max(getattr(trainer.train_dataloader, "num_workers", 0), 1)
         self._ranks, self._workers = ranks_per_chain, workers
-        divided = ranks_per_chain * workers > 1 and stream_of(trainer) is not None
+        is_stream = stream_of(trainer) is not None
+        divided = ranks_per_chain * workers > 1 and is_stream
+        self._group = new_group(None, None, "gloo") if is_stream and dist_is_used() else None
         self._first, self._left, self._alike = None, workers if divided else 0, True
 
     def look(self, batch: Any) -> None:
@@ -549,8 +570,20 @@ class StreamShares:
         if self._left == 0 and self._alike and self._workers > 1:
             self._refuse(f"the {self._workers} workers deliver the same batch", "torch.utils.data.get_worker_info()")
 
+    def compare_ends(self, trainer: pl.Trainer) -> None:
+        """Raise on all ranks if the epoch ends with this batch on some of them only."""
+        if self._group is None:
+            return
+        ends = torch.tensor([trainer.is_last_batch, not trainer.is_last_batch], dtype=torch.uint8)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        if bool(ends.all()):
+            raise ValueError(
+                f"the stream ends on some ranks after {trainer.fit_loop.epoch_loop.batch_idx + 1} batches, and others "
+                "have more and would wait for them: give all ranks equally many batches, or pass limit_train_batches"
+            )
+
     def _compare_ranks(self, own: int) -> None:
-        if self._ranks == 1 or not (dist.is_available() and dist.is_initialized()):
+        if self._ranks == 1 or not dist_is_used():
             return
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)

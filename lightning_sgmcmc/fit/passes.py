@@ -351,6 +351,8 @@ def _is_known_to_act(callback: pl.Callback) -> bool:
         return not hooks & vars(callback).keys() and all(
             definer(callback, name).__module__.startswith(LIGHTNING) for name in hooks
         )
+    if isinstance(callback, Timer) and callback._interval == "epoch":
+        return False  # it may end the run there
     return all(is_known(callback, name) for name in (START, END))
 
 
@@ -503,9 +505,13 @@ class NextSeen:
 # -- hooks of callbacks ------------------------------------------------------------------------------------------------
 
 
+def idle(*arguments: Any, **named: Any) -> None:
+    """Stands for an empty hook: whoever else calls it can, and Lightning leaves it out."""
+
+
 def is_known(callback: pl.Callback, name: str) -> bool:
     """Return whether a callback's hook is Lightning's empty one, or one of this library or of its timer."""
-    if name in vars(callback):
+    if vars(callback).get(name, idle) is not idle:
         return False
     kind = definer(callback, name)
     return kind in (pl.Callback, Timer) or (isinstance(callback, RunCallback) and kind.__module__.startswith(OWN))

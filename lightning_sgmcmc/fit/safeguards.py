@@ -30,6 +30,7 @@ from lightning_sgmcmc.fit.checks import (
     why_without_samples,
 )
 from lightning_sgmcmc.fit.guard import EnergyGuard, NonFiniteEnergy
+from lightning_sgmcmc.fit.passes import idle
 from lightning_sgmcmc.fit.prior_state import PriorScales, take_centers
 from lightning_sgmcmc.fit.ranks import Interruption, RankWatch, watch_ranks
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
@@ -82,10 +83,6 @@ class QuietProfiler(PassThroughProfiler):
 
     def profile(self, action_name: str) -> Any:
         return NOTHING
-
-
-def idle(*arguments: Any, **named: Any) -> None:
-    """Stands for an empty hook: whoever else calls it can, and Lightning leaves it out."""
 
 
 def _is_called(hook: Any) -> bool:
@@ -256,6 +253,7 @@ class Safeguards(RunCallback):
         claims.end_update()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._shares.compare_ends(trainer)
         chains = chains_of(pl_module)
         pulse = self._pulse
         if chains.progress.sample_due:

@@ -55,7 +55,6 @@ class SingleSteps:
         self._hooks = {name: hooks_of(trainer, name) for name in OF_A_STEP}
         limit, algorithm = trainer.gradient_clip_val, _text(trainer.gradient_clip_algorithm)
         self._clip = limit, algorithm
-        self._update = _step_of(self._sampler)
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._counters = module.chains.counters
         self.each: int = trainer.accumulate_grad_batches
@@ -212,7 +211,7 @@ class SingleSteps:
             hook(trainer, module, sampler)
         if self.clip is not None:
             module.configure_gradient_clipping(sampler, *self._clip)
-        self._update()
+        _step_of(sampler)()
         return detached
 
     def _with_gradient(self, batch: Any, index: int) -> Tensor:
@@ -229,6 +228,9 @@ class SingleSteps:
                 chains.stop_tracing(trainer)
                 if not self.begins(index):
                     chains.spread_gradients()  # of the batches before
+            else:
+                if (seed := chains.claims.get("seed chain")) is not None:
+                    seed(chains.num_chains - 1)  # where other steps leave the generators, from which data sets may draw
         if loss is None:
             loss = module.training_step(batch, index)
             if self.begins(index):

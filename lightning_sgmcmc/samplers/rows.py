@@ -148,9 +148,10 @@ class FlatParameters:
         """Whether `gradients` stand for zero, whatever their numbers."""
         whole = FlatGroup(self.parameters, self.values, self.values)
         self.split = whole.pieces
+        self._places = whole.pieces(self.values)
         formats = [_format_of(p) or torch.contiguous_format for p in self.parameters]
         with torch.no_grad():
-            for parameter, view in zip(self.parameters, whole.pieces(self.values), strict=True):
+            for parameter, view in zip(self.parameters, self._places, strict=True):
                 view.copy_(parameter)
                 parameter.data = view
         self.views = whole.pieces(self.gradients)
@@ -189,6 +190,14 @@ class FlatParameters:
     def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
         """Return the group whose `values` are the only tensor of a list, or None."""
         return self._of_values.get(id(tensors[0])) if len(tensors) == 1 else None
+
+    def take_back(self) -> None:
+        """Take the numbers of parameters to which a user has given other memory (`parameter.data = …`), and make them
+        views again."""
+        for parameter, view in zip(self.parameters, self._places, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +265,7 @@ class FlatParameters:
             del view
         self.leaf.grad = None
         self.gradients = self.gradients.new_empty(0)  # before the copies
-        self.views, self.groups, self._of_values = [], [], {}
+        self.views, self._places, self.groups, self._of_values = [], [], [], {}
         for parameter, memory_format in zip(self.parameters, self._formats, strict=True):
             parameter.data = parameter.detach().clone(memory_format=memory_format)
 

@@ -323,6 +323,22 @@ def test_ranks_of_a_chain_divide_a_stream_and_chains_do_not(strategy: str, parts
         assert word in str(error.value)
 
 
+class Uneven(Stream):
+    """A stream of which the second rank delivers one batch more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        own = torch.distributed.get_rank()
+        return (ALL[index] for index in range(own, 40 + 21 * own, 2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("chains_fork", marks=pytest.mark.slow)])
+def test_ranks_whose_streams_end_apart_raise(strategy: str) -> None:
+    """Rather than wait for one another until the strategy's timeout."""
+    trainer = quiet_trainer(max_epochs=2, devices=2, strategy=strategy)
+    with pytest.raises(ProcessRaisedException, match="ends on some ranks after 2 batches, and others have more"):
+        trainer.fit(module(num_data=50), DataLoader(Uneven(ALL), 10))
+
+
 class Epochs(Stream):
     """A stream whose order is a function of the epoch, as those of the datasets library."""
 

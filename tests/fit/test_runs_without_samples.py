@@ -51,6 +51,18 @@ def test_early_stopping_still_stops() -> None:
     assert (stopping.stopped_epoch, samples_drawn(trainer)) == (3, 3)
 
 
+@pytest.mark.parametrize("monitor", ["val/nll", "val/bma_nll"])
+def test_early_stopping_by_the_chains_present_states_is_warned_of(monitor: str) -> None:
+    schedule, stopping = SamplingSchedule(every_n_epochs=1), EarlyStopping(monitor, patience=9)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[schedule, BayesianModelAverage(), stopping])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(classifier(), *loaders())
+    found = [str(warning.message) for warning in caught if "EarlyStopping" in str(warning.message)]
+    assert found == ([] if monitor == "val/bma_nll" else [found[0]])
+    assert all("'val/nll'" in text and "omit it, or let it monitor 'val/bma_nll'" in text for text in found)
+
+
 def said(**options: Any) -> tuple[pl.Trainer, list[str]]:
     """Return the trainer of a fit, and its warnings about samples."""
     trainer = quiet_trainer(**options)

@@ -1,0 +1,135 @@
+"""A fit in blocks is that without them for whoever acts in it: changes within the fit, hooks, timers, loggers, data."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Gaussian
+from lightning_sgmcmc.callbacks import PosteriorDashboard, ReplicaExchange
+from tests.fit.test_blocks import Run, network, x, y
+
+
+class Within(pl.Callback):
+    """Calls a function of trainer and module before an epoch, which is one whose steps blocks do not compare."""
+
+    def __init__(self, change: Callable[[Any, Any], Any], epoch: int = 30) -> None:
+        self._change, self._epoch = change, epoch
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == self._epoch:
+            self._change(trainer, pl_module)
+
+
+class Weighed(BayesianModule):
+    weight = 1.0
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return super().log_likelihood(batch) * self.weight
+
+
+def other_memory(trainer: Any, module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "clipping": lambda trainer, module: setattr(trainer, "gradient_clip_val", 0.05),
+    "accumulation": lambda trainer, module: setattr(trainer, "accumulate_grad_batches", 2),
+    "dropout": lambda trainer, module: setattr(module.net[0], "p", 0.3),
+    "a number of the module": lambda trainer, module: setattr(module, "weight", 0.5),
+    "the weights' memory": other_memory,
+}
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_users_change_within_a_fit_has_its_effect(
+    change: str, chains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(form: str | None, *callbacks: pl.Callback) -> Run:
+        net = nn.Sequential(nn.Dropout(0.0), network())
+        module = Weighed(net, Gaussian(0.3), lr=1e-3, num_chains=chains, seed=3)
+        return Run(form, monkeypatch, *callbacks, module=module, epochs=36)
+
+    mine, theirs = (run(form, Within(CHANGES[change])) for form in ("traced", None))
+    assert mine.hidden > 100
+    mine.check_like(theirs)
+    unchanged = run("traced").samples
+    assert not torch.equal(unchanged[-1][3], mine.samples[-1][3])
+    torch.testing.assert_close(unchanged[20][3], mine.samples[20][3], rtol=1e-4, atol=1e-5)
+
+
+def counting_hook(counts: list[int], kind: str) -> Callable[[Any, Any], Any]:
+    """Return what adds a hook that counts its calls."""
+    adds: dict[str, Callable[[Any, Any], Any]] = {
+        "forward": lambda trainer, module: module.net[0].register_forward_hook(lambda *args: counts.append(1)),
+        "sampler": lambda trainer, module: trainer.optimizers[0].register_step_post_hook(lambda *a: counts.append(1)),
+        "parameter": lambda trainer, module: module.net[0].weight.register_hook(lambda grad: counts.append(1)),
+        "callback": lambda trainer, module: trainer.callbacks.append(
+            pl.callbacks.LambdaCallback(on_train_batch_end=lambda *args: counts.append(1))
+        ),
+    }
+    return adds[kind]
+
+
+@pytest.mark.parametrize("epoch", [0, 15])
+@pytest.mark.parametrize("kind", ["forward", "sampler", "parameter", "callback"])
+def test_a_hook_that_comes_within_a_fit_is_called(kind: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that a callback or a logger registers when training starts."""
+    runs, calls = [], []
+    for form in ("traced", None):
+        counts: list[int] = []
+        runs.append(Run(form, monkeypatch, Within(counting_hook(counts, kind), epoch), chains=1, epochs=20))
+        calls.append(len(counts))
+    assert calls[0] == calls[1] > 0
+    assert (runs[0].hidden > 0) == (epoch > 0 or kind == "sampler")
+    runs[0].check_like(runs[1])
+
+
+def test_a_parameter_that_is_replaced_within_a_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(trainer: Any, module: Any) -> None:
+        module.net[0].weight = nn.Parameter(module.net[0].weight.detach() * 0.5)
+
+    with pytest.raises(RuntimeError, match=r"'net\.0\.weight' was replaced .* by parameter\.copy_\(…\)"):
+        Run("traced", monkeypatch, Within(replace, 10))
+
+
+def test_a_timer_ends_a_run_with_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(form: str | None) -> int:
+        timer = pl.callbacks.Timer(timedelta(microseconds=1), interval="epoch")
+        return Run(form, monkeypatch, timer).trainer.global_step
+
+    assert steps("traced") == steps(None) == 7
+
+
+def test_a_run_that_logs_no_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`log_every_n_steps=0` is Lightning's way to log epochs alone."""
+    watched = PosteriorDashboard(figures=()), ReplicaExchange(temperatures=[1.0, 2.0], lrs=[1.0, 1.2])
+    options: dict[str, Any] = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 0}
+    runs = [Run(form, monkeypatch, *watched, **options) for form in ("traced", None)]
+    assert runs[0].hidden > 0
+    runs[0].check_like(runs[1])
+
+
+class Jittered(TensorDataset):
+    """Data that draw from torch's generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn_like(inputs), target
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_data_that_draw_numbers(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DataLoader(Jittered(x, y), batch_size=20)
+    mine, theirs = (Run(form, monkeypatch, data=data, chains=chains) for form in ("traced", None))
+    assert mine.hidden > 0
+    mine.check_like(theirs)
