@@ -195,9 +195,8 @@ class StepBlocks:
         """Make the steps up to the next one that Lightning sees; a user's hooks are called between its epochs."""
         watch = self._watch
         watch.compare()
-        if self._looks and self._singles.begins(
-            self._loop.batch_idx + 1
-        ):  # the hooks of users have been called, which may change what a block takes as given
+        if self._looks and self._singles.begins(self._loop.batch_idx + 1):
+            # The hooks of users have been called, which may change what a block takes as given.
             self._looks = watch.has_hooks
             if (cause := self._change() or why_no_blocks(self._trainer, self._module)) is not None:
                 self._end_blocks(cause)
