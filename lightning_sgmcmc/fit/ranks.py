@@ -326,7 +326,12 @@ class Interruption:
         self._agreement: StopAgreement | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Listen for Ctrl-C in the main thread, unless another handler is installed; with several ranks for SIGTERM."""
+        """Listen for Ctrl-C in the main thread, unless another handler is installed; with several ranks for SIGTERM.
+
+        A second call in a fit does nothing.
+        """
+        if self._trainer is trainer:
+            return
         self.requested = self.term_requested = self._after_a_step = self._together = self._saved = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()

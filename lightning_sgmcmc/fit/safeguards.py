@@ -196,8 +196,12 @@ class Safeguards(RunCallback):
                 "the fit makes no step and reports nothing: its samples and its summary.txt stay as they are."
             )
 
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._interruption.begin(trainer)  # the first hook after Lightning's handlers, of runs that validate
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._has_trained = True
+        self._interruption.begin(trainer)
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
@@ -211,7 +215,6 @@ class Safeguards(RunCallback):
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
         self._pulse.count += 1
-        self._interruption.begin(trainer)
         is_noisy = any(map(sampler.is_noisy, sampler.param_groups))
         if chains.progress.schedule is None and is_noisy and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")

@@ -20,6 +20,7 @@ from lightning_sgmcmc.fit.ranks import FILE_NAME
 from tests.support.comparisons import assert_same
 from tests.support.paths import REPOSITORY
 from tests.support.problems import Net
+from tests.support.processes import in_a_process
 from tests.support.trainers import fit_in_layout
 
 
@@ -42,6 +43,19 @@ def test_a_signal_to_one_of_two_forked_ranks_saves_the_state_of_both(number: int
     assert torch.load(tmp_path / FILE_NAME, weights_only=True)["global_step"] == 7
     samples, _ = fit_in_layout(tmp_path, 2, 1, ckpt_path=tmp_path / FILE_NAME)
     assert_same(fit_in_layout(tmp_path / "whole", 2, 1)[0], samples)
+
+
+class SignalAtStart(pl.Callback):
+    """Sends all ranks SIGTERM once the sanity check has ended, before the first step."""
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_to_two_ranks_before_the_first_step_ends_them(tmp_path: Path) -> None:
+    """Lightning's handler exchanges it at once, in which the ranks waited for one another for ever."""
+    fit = lambda: fit_in_layout(tmp_path, 1, 2, callbacks=[SignalAtStart()], num_sanity_val_steps=1)  # noqa: E731
+    assert in_a_process(fit, timeout=40) == 1
 
 
 class Deletion(pl.Callback):
