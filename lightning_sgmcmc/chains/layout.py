@@ -23,6 +23,11 @@ _MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcess
 TrainerFn = pl.trainer.states.TrainerFn
 
 
+def dist_is_used() -> bool:
+    """Return whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 @dataclass(frozen=True)
 class ChainLayout:
     """How the chains of a run are laid out over processes.

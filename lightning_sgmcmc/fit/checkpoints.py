@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
 from lightning_sgmcmc.chains.joined import GappyFile, JoinedRows
+from lightning_sgmcmc.chains.layout import dist_is_used
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -42,7 +43,7 @@ get_filesystem = fabric.utilities.cloud_io.get_filesystem
 
 def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
     """Return what `find` does, or raise its error, once all ranks have seen the same there by `mark`; all call it."""
-    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    distributed = dist_is_used()
     path, error, seen = None, None, None
     try:
         path = find()

@@ -15,7 +15,7 @@ from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import TrainingRows, repetitions, resolve_num_data, stream_of, training_rows
 from lightning_sgmcmc.chains.callback import RunCallback, has_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, is_per_chain, sampler_of
-from lightning_sgmcmc.chains.layout import layout_of, new_group
+from lightning_sgmcmc.chains.layout import dist_is_used, layout_of, new_group
 from lightning_sgmcmc.chains.state import Progress
 from lightning_sgmcmc.chains.trainer import (
     baseline_of,
@@ -496,11 +496,6 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
         f"{stopper} after step {trainer.global_step}, and {progress.schedule} draws the first one{first}; let the run "
         "last longer, or set a smaller max_epochs or a shorter burn-in"
     )
-
-
-def dist_is_used() -> bool:
-    """Return whether this process is one of several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 # -- streams, and data that grow ---------------------------------------------------------------------------------------
