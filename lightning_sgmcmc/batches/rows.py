@@ -397,7 +397,7 @@ def _drawn_by(sampler: Any, dataset: Any) -> TrainingRows:
         raise ValueError(
             "the training loader draws by a WeightedRandomSampler, whose weights would count some data several times, "
             "so the posterior would be that of other data: pass shuffle=True, and weigh classes in decisions on the "
-            "predicted probabilities (or put weights into log_likelihood)"
+            "predicted probabilities"
         )
     return _judged(sampler, _epoch_of(sampler, dataset), dataset)
 

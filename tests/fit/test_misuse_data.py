@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -24,6 +24,7 @@ from lightning_sgmcmc import (
     NonFiniteEnergyError,
     ResumableLoader,
     StudentTPrior,
+    TokenCategorical,
 )
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
@@ -104,6 +105,38 @@ class Noisy(Loss):
         return -super().log_likelihood([batch[0] + torch.randn_like(batch[0]), batch[1]])
 
 
+def focal(each: Tensor) -> Tensor:
+    return (1 - each.exp()).square() * each
+
+
+class Focal(Categorical):
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return focal(super().log_prob(output, target))
+
+
+class FocalModule(Own):
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return focal(super().log_likelihood(batch))
+
+
+class Weighted(Bernoulli):
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().log_prob(output, target) * (1 + 4 * target[:, 0])
+
+
+class FocalTokens(TokenCategorical):
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        each = -F.cross_entropy(output.movedim(-1, 1), target, reduction="none", ignore_index=self.ignore_index)
+        return focal(each).sum(1)
+
+
+class Mislabelled(Categorical):
+    """A tenth of the labels are drawn at random: a density that is not that of the predicted probabilities."""
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return (0.9 * super().log_prob(output, target).exp() + 0.05).log()
+
+
 class Joined(BayesianModule):
     """Its batch is one of each of several loaders."""
 
@@ -115,6 +148,9 @@ class Joined(BayesianModule):
 
 ONE = data()
 TWICE = ConcatDataset([ONE, ONE])
+SOFT = TensorDataset(X, F.one_hot(Y, 2).float())
+TOKENS = TensorDataset(X[:, None].repeat(1, 4, 1), torch.stack([Y, Y, Y.new_full(Y.shape, -100), Y], 1))
+"""Sequences of four tokens, whose third does not count."""
 
 
 class Loader:
@@ -307,6 +343,29 @@ WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
         {},
         "An epoch had more than num_data=10 data, 24 in 3 batches",
     ),
+    *[
+        (make, train, {}, sentence)
+        for make, train, sentence in (
+            (lambda: module(likelihood=Focal()), None, "The densities of Focal sum to 1."),
+            (lambda: module(likelihood=Focal(), num_chains=2), None, "The densities of Focal sum to 1."),
+            (
+                lambda: FocalModule(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01),
+                None,
+                "The densities of FocalModule sum to 1.",
+            ),
+            (lambda: module(likelihood=Focal()), DataLoader(SOFT, BATCH), "The densities of Focal sum to 1."),
+            (
+                lambda: module(net=nn.Linear(2, 1), likelihood=Weighted()),
+                DataLoader(TensorDataset(X, Y[:, None].float()), BATCH),
+                "The densities of Weighted sum to 0.",
+            ),
+            (
+                lambda: module(net=nn.Linear(2, 3), likelihood=FocalTokens()),
+                DataLoader(TOKENS, BATCH),
+                "The densities of FocalTokens sum to 1.",
+            ),
+        )
+    ],
     (
         module,
         DataLoader(data(), 9, drop_last=True),
@@ -379,6 +438,9 @@ def test_right_runs_are_not_suspected() -> None:
         (module(num_data=COUNT), DataLoader(Stream(data()), BATCH)),
         (Own(net=nn.Linear(2, 2), lr=0.01), loader()),
         (Noisy(net=nn.Linear(2, 2), lr=0.01), loader()),
+        (Noisy(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01), loader()),
+        (Own(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01), loader()),
+        (module(likelihood=Mislabelled()), loader()),
         (module(), DataLoader(ConcatDataset([Subset(ONE, range(10)), Subset(ONE, range(10, COUNT))]), BATCH)),
     ]
     for model, train in right:
@@ -386,7 +448,7 @@ def test_right_runs_are_not_suspected() -> None:
             warnings.simplefilter("always")
             fit(model, train=train, max_epochs=22 if isinstance(model.likelihood, Bernoulli) else 3)
         texts = [str(warning.message) for warning in caught]
-        doubts = ("first", "same example", "An epoch", "repeat", "drop_last", "temperature=0")
+        doubts = ("first", "The densities", "same example", "An epoch", "repeat", "drop_last", "temperature=0")
         assert not [text for text in texts if any(doubt in text for doubt in doubts)], texts
 
 
