@@ -186,7 +186,7 @@ def _has_other_mass(model: EnergyModel, batch: Any) -> bool:
     classes, of_one = found.shape[-1], target[0].numel()
     if target.shape == found.shape:  # soft labels
         choices = torch.eye(classes, dtype=target.dtype, device=target.device)
-    elif of_one > 1 and ignored is None or classes > MOST_CLASSES * count:
+    elif (of_one > 1 and ignored is None) or classes > MOST_CLASSES * count:
         return False
     else:
         choices = target.new_full((classes, of_one), 0 if ignored is None else ignored)

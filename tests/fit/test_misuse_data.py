@@ -179,6 +179,10 @@ REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = 
         for several in (lambda x: (x, x), lambda x: [x], lambda x: {"a": x, "b": x})
         for chains in (1, 2)
     ),
+    *(
+        (module, DataLoader([(x, target) for x in X], BATCH), TypeError, f"the target of a batch is a {kind}, and Cat")
+        for target, kind in (({"label": 1, "path": "a"}, "dict"), ("cat", "tuple of 8"))
+    ),
     (lambda: module(net=Auxiliary()), None, TypeError, "the network returned a tuple of 2, and Categorical takes one"),
     (
         lambda: module(net=nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))),
@@ -425,6 +429,45 @@ def test_warned_once(make: Callable[[], BayesianModule], train: Any, options: di
         warnings.simplefilter("always")
         fit(model, train=train, **options)
     assert sum(sentence in str(warning.message) for warning in caught) == 1
+
+
+class Scalar(BayesianModule):
+    """A mean over the batch, as torch's losses return it."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return -F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_number_for_the_whole_batch_is_refused_in_validation_too() -> None:
+    with pytest.raises(ValueError, match="must return one number per example"):
+        fit(Scalar(net=nn.Linear(2, 2), lr=0.01), val=loader(), num_sanity_val_steps=1)
+
+
+def test_validation_batches_of_several_lengths_end_a_fit_at_its_start() -> None:
+    """Not at the first sample, after the burn-in."""
+    model, parts = module(net=nn.Linear(2, 3), likelihood=TokenCategorical()), [TOKENS[i] for i in range(2 * BATCH)]
+    val = DataLoader([*parts[:BATCH], *[(x[:3], y[:3]) for x, y in parts[BATCH:]]], BATCH)
+    callbacks = [SamplingSchedule(burn_in_steps=2, every_n_steps=1), BayesianModelAverage()]
+    trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, num_sanity_val_steps=2)
+    with pytest.raises(ValueError, match="cannot be joined: pad all batches to one length"):
+        trainer.fit(model, DataLoader(TOKENS, BATCH), val)
+    assert trainer.global_step == 0
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("is_augmented", [True, False])
+def test_validation_data_with_a_random_transform_are_named(is_augmented: bool) -> None:
+    """As those of `random_split` of an augmented data set; fixed ones, of two loaders, are not."""
+    val = [DataLoader(kind(X, Y), BATCH) for kind in (Augmented if is_augmented else TensorDataset, TensorDataset)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module(), BayesianModelAverage(), val=val)
+    assert sum("inputs differ from one sample's pass" in str(one.message) for one in caught) == is_augmented
 
 
 def test_right_runs_are_not_suspected() -> None:
