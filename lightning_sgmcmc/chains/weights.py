@@ -27,6 +27,8 @@ MOST_TARGETS = 100_000
 """Numbers of a batch's targets above which they are not kept."""
 ROUNDED, LEAST = 0.01, 1e-5
 """Difference of two log densities of one example, relative and in nats, that may come from rounding or padding."""
+BY_OTHERS = 1e-3
+"""The same of an example in two batches of one size, relative and in nats."""
 OF_MASS = 2e-3
 """Difference from 1 of the sum of an example's class probabilities that may come from rounding."""
 MOST_CLASSES = 10
@@ -76,8 +78,7 @@ class FirstBatches:
             with at_first_chain(self._model, self._chains, batch) as first:
                 each = self._model.log_likelihood(first)
                 check_shape(each)
-                if self._is_own:
-                    _check_alone(self._model, first, each)
+                _check_alone(self._model, first, each, self._is_own)
             self.counted = len(each)
         if self._is_own:
             with at_first_chain(self._model, self._chains, batch) as first:
@@ -147,26 +148,37 @@ def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any)
         yield batch[0] if isinstance(batch, ChainBatches) else batch
 
 
-def _check_alone(model: EnergyModel, batch: Any, each: Tensor) -> None:
-    """Warn if a user's log density of an example depends on how many are in its batch."""
+def _check_alone(model: EnergyModel, batch: Any, each: Tensor, is_own: bool) -> None:
+    """Warn if the log density of an example depends on the others in its batch: on their number, if it is a user's
+    (`is_own`), else on their values, since a network rounds otherwise in a batch of another size."""
     count, half = len(each), len(each) // 2
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if half == 0 or not tensors or any(leaf.shape[:1] != (count,) for leaf in tensors):
         return
+    rows = torch.arange(count)[-half:]
+    rows = rows if is_own else torch.cat([rows, torch.arange(count)[half:]])  # the second half twice
     try:
-        part = pytree.tree_map(lambda leaf: leaf[:half] if isinstance(leaf, Tensor) else leaf, batch)
+        part = pytree.tree_map(lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
         found = model.log_likelihood(part)
     except Exception:  # code for one size of batch is the user's right
         return
-    if found.shape != (half,):
+    if found.shape != rows.shape:
         return
-    differs = ~torch.isclose(found, each[:half], rtol=ROUNDED, atol=LEAST, equal_nan=True)
+    rounded, least = (ROUNDED, LEAST) if is_own else (BY_OTHERS, BY_OTHERS)
+    differs = ~torch.isclose(found[-half:], each[-half:], rtol=rounded, atol=least, equal_nan=True)
     if bool(differs.any()) and torch.equal(model.log_likelihood(part), found):  # or else it draws numbers
-        place = int(differs.nonzero()[0])
+        place = int(differs.nonzero()[0]) - half
+        remedy = (
+            f"in one of {half}: return each example's own log density, without a mean over the batch, since the energy "
+            "adds the data up and scales them to N."
+            if is_own
+            else "among other examples, so predictions depend on what comes with them: pass batch_first=True to "
+            "attention and recurrent layers of inputs (n, T, D), and do not normalise by the batch in evaluation mode "
+            "(track_running_stats=False)."
+        )
         rank_zero_warn(
             f"log_likelihood of the same example is {float(each[place]):.4g} in a batch of {count} and "
-            f"{float(found[place]):.4g} in one of {half}: return each example's own log density, without a mean over "
-            "the batch, since the energy adds the data up and scales them to N."
+            f"{float(found[place]):.4g} {remedy}"
         )
 
 

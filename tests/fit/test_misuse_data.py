@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -40,6 +40,7 @@ from tests.support.small_run import fit_every_step as fit
 from tests.support.trainers import quiet_trainer
 
 X, Y = tensors()
+ALONE = "predictions depend on what comes with them"
 LATER = torch.cat([torch.zeros(2 * BATCH), torch.ones(BATCH)])
 """1 for the data of the third batch, which is not among the batches 1, 2, 4, …"""
 
@@ -105,6 +106,32 @@ class Noisy(Loss):
         return -super().log_likelihood([batch[0] + torch.randn_like(batch[0]), batch[1]])
 
 
+class Attention(nn.Module):
+    """Attends over the examples of a batch instead of over their two places."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.grow, self.head = nn.Linear(1, 4), nn.Linear(4, 2)
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = self.grow(x[..., None])
+        output: Tensor = self.head(self.attention(grown, grown, grown)[0].mean(1))
+        return output
+
+
+class Recurrent(nn.Module):
+    """Passes its state from one example of the batch to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x[..., None])[0].mean(1)
+        return output
+
+
 def focal(each: Tensor) -> Tensor:
     return (1 - each.exp()).square() * each
 
@@ -161,6 +188,13 @@ class Loader:
 
     def __iter__(self) -> Any:
         return iter(loader())
+
+
+class Balanced(Sampler[int]):
+    """Draws the rows of a rare class three times."""
+
+    def __iter__(self) -> Any:
+        return iter([*range(COUNT), 0, 1, 0, 1])
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -249,6 +283,12 @@ REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = 
         loader(y=Y + 9 * LATER),
         NonFiniteEnergyError,
         "since Bernoulli: targets must be 0 or 1, got 9",
+    ),
+    (
+        module,
+        DataLoader(ONE, BATCH, sampler=Balanced()),
+        ValueError,
+        f"draws by a Balanced, some of {COUNT} rows 3 times in an epoch and others less often; if it balances classes",
     ),
     (
         lambda: module(num_data=3),
@@ -347,6 +387,20 @@ WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
         {},
         "An epoch had more than num_data=10 data, 24 in 3 batches",
     ),
+    *[
+        (
+            lambda net=net, chains=chains: module(net=net(), num_chains=chains),
+            None,
+            {},
+            ALONE,
+        )
+        for net in (
+            Attention,
+            Recurrent,
+            lambda: nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)),
+        )
+        for chains in (1, 2)
+    ],
     *[
         (make, train, {}, sentence)
         for make, train, sentence in (
@@ -484,6 +538,8 @@ def test_right_runs_are_not_suspected() -> None:
         (Noisy(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01), loader()),
         (Own(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01), loader()),
         (module(likelihood=Mislabelled()), loader()),
+        (module(net=Attention(batch_first=True)), loader()),
+        (module(net=nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Dropout(0.5))), loader()),
         (module(), DataLoader(ConcatDataset([Subset(ONE, range(10)), Subset(ONE, range(10, COUNT))]), BATCH)),
     ]
     for model, train in right:
