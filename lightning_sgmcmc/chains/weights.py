@@ -150,7 +150,7 @@ def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any)
 
 def _check_alone(model: EnergyModel, batch: Any, each: Tensor, is_own: bool) -> None:
     """Warn if the log density of an example depends on the others in its batch: on their number, if it is a user's
-    (`is_own`), else on their values, since a network rounds otherwise in a batch of another size."""
+    (`is_own`), else on their values, since a network rounds differently in a batch of another size."""
     count, half = len(each), len(each) // 2
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if half == 0 or not tensors or any(leaf.shape[:1] != (count,) for leaf in tensors):
@@ -216,7 +216,7 @@ def _has_other_mass(model: EnergyModel, batch: Any) -> bool:
             ]
             taken = [part if leaf is target else own for leaf, own in zip(leaves, repeated, strict=True)]
             of_parts.append(model.log_likelihood(pytree.tree_unflatten(taken, shape)))
-        return torch.cat(of_parts).double().exp()
+        return torch.cat(of_parts).exp()
 
     try:
         total = float(masses().sum())
