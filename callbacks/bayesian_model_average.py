@@ -122,6 +122,8 @@ class BayesianModelAverage(SamplerCallback):
         self._told_size = False
         self._scorer: Scorer | None = None
         self._scores = DrawingScores()
+        self._places: dict[int, Tensor] = {}
+        """No targets of each loader, in the shape of its first batch's."""
         self._latest: tuple[PosteriorSample, SampleScores] | None = None
         """The newest drawn sample with its scores."""
         self._stopping = PatientStopping()
@@ -212,6 +214,21 @@ class BayesianModelAverage(SamplerCallback):
         self.evaluate_stored(trainer, module, "val")
         logged = {name: torch.tensor(value) for name, value in self._log(trainer).items()}
         trainer.callback_metrics.update(logged)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        # At the first validation instead of the first sample: batches of several lengths cannot be joined.
+        module = sampling_module(pl_module, self)
+        if hasattr(module.likelihood, "ignore_index") and module.chains.compiled is not True:  # which pads them
+            _, target = module.inputs_and_target(batch)
+            concatenate([{"target": self._places.setdefault(dataloader_idx, target[:0])}, {"target": target[:0]}])
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # For checkpoint monitors, which require their key from the first epoch; the loggers already have the numbers.

@@ -152,6 +152,12 @@ class EnergyModel(pl.LightningModule):
                 f"the network returned a {type(output).__name__} of {len(output)}, and {type(likelihood).__name__} "
                 "takes one tensor: return it alone, in training mode too, or override output_of(inputs)"
             )
+        if takes_tensors and not isinstance(target, Tensor):
+            raise TypeError(
+                f"the target of a batch is a {_kind(target)}, and {type(likelihood).__name__} takes one tensor: let "
+                f"the data set yield it alone, or override inputs_and_target(batch) of {type(self).__name__}; several "
+                "targets of different kinds need a log_likelihood(batch) that adds their log densities"
+            )
         return output, target
 
     def takes_next_tokens(self, batch: Any) -> bool:

@@ -28,7 +28,7 @@ from lightning_sgmcmc.fit.resume import ExactResume, check_continues, count_save
 from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.likelihoods import Likelihood
-from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
+from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, check_shape, named_trainable
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.description import record_arguments
@@ -335,6 +335,7 @@ class BayesianModule(ChainModel):
             with self.at_chain(chain):
                 rows.append(self.log_likelihood(batch))
         each = torch.stack(rows)
+        check_shape(each, chains=True)
         size = each.shape[1]
         repeated, ratio = None, 1.0
         if not self.trainer.training:

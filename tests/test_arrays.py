@@ -124,6 +124,29 @@ def test_inputs_of_another_dtype_than_the_network_are_named(dtype: torch.dtype) 
         quiet_trainer(max_steps=1, callbacks=[SamplingSchedule(every_n_steps=1)]).fit(module, loader)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_images_of_bytes_are_named(precision: Any) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(8, 1, 2, 2).byte(), torch.ones(8, 1)), 4)
+    module = BayesianModule(nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten()), Gaussian(), lr=0.01)
+    trainer = quiet_trainer(max_steps=1, precision=precision, callbacks=[SamplingSchedule(every_n_steps=1)])
+    with pytest.raises(TypeError, match="inputs are uint8 and the network's parameters float32: convert"):
+        trainer.fit(module, loader)
+
+
+def test_ids_are_not_blamed_for_a_fault_of_mixed_precision() -> None:
+    """Torch's fast path of a masked encoder is one in evaluation mode, with "expected scalar type Float but found
+    BFloat16"."""
+
+    class Encoder(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            raise RuntimeError("expected scalar type Float but found BFloat16")
+
+    loader = DataLoader(TensorDataset(torch.ones(8, 2).long(), torch.ones(8, 1)), 4)
+    module = BayesianModule(Encoder(2, 1), Gaussian(), lr=0.01)
+    with pytest.raises(RuntimeError, match=r"^expected scalar type"):
+        quiet_trainer(max_steps=1, callbacks=[SamplingSchedule(every_n_steps=1)]).fit(module, loader)
+
+
 def test_targets_without_an_axis_have_a_plan(recwarn: pytest.WarningsRecorder) -> None:
     loader = DataLoader(TensorDataset(torch.randn(20, 2), torch.randn(20)), 10)
     module = BayesianModule(nn.Linear(2, 1), Gaussian(), lr=0.01)

@@ -1,6 +1,7 @@
 """What of a batch a network receives, how it is passed to `forward`, what its output is."""
 
 import inspect
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,8 +18,10 @@ from lightning_sgmcmc.tables.columns import InputColumns
 
 TARGETS = ("labels", "label", "target", "y")
 """Entries of a dict batch that may hold its target."""
-ABOUT_DTYPES = ("dtype", "scalar type", "Long", "Int", "Byte", "Char", "Short", "Bool", "Half", "Double")
+ABOUT_DTYPES = ("dtype", "scalar type", "Long", "Int", "Byte", "Char", "Short", "Bool", "Half", "Double", "type (")
 """Parts of torch's messages on tensors of unequal dtypes."""
+OF_INTEGERS = re.compile(r"\b(u?int\d*|long|short|byte|char|bool)\b", re.IGNORECASE)
+"""What those on integers name."""
 
 
 class Features(NamedTuple):
@@ -255,6 +258,8 @@ def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
     found = {leaf.dtype for leaf in pytree.tree_leaves(plain(inputs)) if isinstance(leaf, Tensor)} - {dtype}
     if torch.float64 not in found and not any(word in str(error) for word in ABOUT_DTYPES):
         return
+    if "BFloat16" in str(error) and not OF_INTEGERS.search(str(error)):  # of mixed precision, and not of ids
+        found = {kind for kind in found if kind.is_floating_point}
     names = [str(kind).removeprefix("torch.") for kind in sorted(found, key=str)]
     if found:
         raise TypeError(

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -397,7 +398,7 @@ def _drawn_by(sampler: Any, dataset: Any) -> TrainingRows:
         raise ValueError(
             "the training loader draws by a WeightedRandomSampler, whose weights would count some data several times, "
             "so the posterior would be that of other data: pass shuffle=True, and weigh classes in decisions on the "
-            "predicted probabilities (or put weights into log_likelihood)"
+            "predicted probabilities"
         )
     return _judged(sampler, _epoch_of(sampler, dataset), dataset)
 
@@ -422,6 +423,14 @@ def _judged(sampler: Any, drawn: Sequence[int] | None, dataset: Any) -> Training
         return TrainingRows(source=source)
     if len(drawn) == len(dataset) == len({int(index) for index in drawn}):
         return _all_of(range(len(dataset)))
+    times = set(Counter(int(index) for index in drawn).values())
+    if len(times) > 1:
+        source += (
+            f", some of {len(dataset)} rows {max(times)} times in an epoch and others less often; if it balances "
+            "classes, the posterior is that of other data, so use shuffle=True, and weigh classes in decisions on the "
+            "predicted probabilities"
+        )
+        return TrainingRows(source=source, share=len(drawn))
     source += (
         f", {len(drawn)} of {len(dataset)} rows in an epoch, and whether these are all data is not known; for a part "
         "of a data set pass Subset(dataset, indices) to the loader"

@@ -27,6 +27,12 @@ MOST_TARGETS = 100_000
 """Numbers of a batch's targets above which they are not kept."""
 ROUNDED, LEAST = 0.01, 1e-5
 """Difference of two log densities of one example, relative and in nats, that may come from rounding or padding."""
+BY_OTHERS = 1e-3
+"""The same of an example in two batches of one size, relative and in nats."""
+OF_MASS = 2e-3
+"""Difference from 1 of the sum of an example's class probabilities that may come from rounding."""
+MOST_CLASSES = 10
+"""Classes for each example of a batch above which their densities are not summed."""
 SIGN_LOOKS = 3
 """Looks at log_likelihood's sign."""
 
@@ -44,12 +50,12 @@ class FirstBatches:
         """Whether a target of the batches looked at is not observed."""
         self._outputs = (math.inf, -math.inf)
         self._signs = (math.inf, -math.inf)
-        is_own = (
+        self._is_own = (
             model.likelihood is None
             or overrides(model, "log_likelihood")
             or not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")
         )
-        self._looks_at_sign = SIGN_LOOKS if is_own else 0
+        self._looks_at_sign = SIGN_LOOKS if self._is_own else 0
         self.targets: list[Tensor] = []
         """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""
 
@@ -72,9 +78,11 @@ class FirstBatches:
             with at_first_chain(self._model, self._chains, batch) as first:
                 each = self._model.log_likelihood(first)
                 check_shape(each)
-                if self._looks_at_sign:
-                    _check_alone(self._model, first, each)
+                _check_alone(self._model, first, each, self._is_own)
             self.counted = len(each)
+        if self._is_own:
+            with at_first_chain(self._model, self._chains, batch) as first:
+                self._is_own = not _has_other_mass(self._model, first)
         observed = None if self._model.likelihood is None or target is None else self._model.likelihood.observed(target)
         self.has_missing |= observed is not None and not bool(observed.all())
         if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
@@ -140,27 +148,90 @@ def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any)
         yield batch[0] if isinstance(batch, ChainBatches) else batch
 
 
-def _check_alone(model: EnergyModel, batch: Any, each: Tensor) -> None:
-    """Warn if a user's log density of an example depends on how many are in its batch."""
+def _check_alone(model: EnergyModel, batch: Any, each: Tensor, is_own: bool) -> None:
+    """Warn if the log density of an example depends on the others in its batch: on their number, if it is a user's
+    (`is_own`), else on their values, since a network rounds differently in a batch of another size."""
     count, half = len(each), len(each) // 2
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if half == 0 or not tensors or any(leaf.shape[:1] != (count,) for leaf in tensors):
         return
+    rows = torch.arange(count)[-half:]
+    rows = rows if is_own else torch.cat([rows, torch.arange(count)[half:]])  # the second half twice
     try:
-        part = pytree.tree_map(lambda leaf: leaf[:half] if isinstance(leaf, Tensor) else leaf, batch)
+        part = pytree.tree_map(lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
         found = model.log_likelihood(part)
     except Exception:  # code for one size of batch is the user's right
         return
-    if found.shape != (half,):
+    if found.shape != rows.shape:
         return
-    differs = ~torch.isclose(found, each[:half], rtol=ROUNDED, atol=LEAST, equal_nan=True)
+    rounded, least = (ROUNDED, LEAST) if is_own else (BY_OTHERS, BY_OTHERS)
+    differs = ~torch.isclose(found[-half:], each[-half:], rtol=rounded, atol=least, equal_nan=True)
     if bool(differs.any()) and torch.equal(model.log_likelihood(part), found):  # or else it draws numbers
-        place = int(differs.nonzero()[0])
+        place = int(differs.nonzero()[0]) - half
+        remedy = (
+            f"in one of {half}: return each example's own log density, without a mean over the batch, since the energy "
+            "adds the data up and scales them to N."
+            if is_own
+            else "among other examples, so predictions depend on what comes with them: pass batch_first=True to "
+            "attention and recurrent layers of inputs (n, T, D), and do not normalise by the batch in evaluation mode "
+            "(track_running_stats=False)."
+        )
         rank_zero_warn(
             f"log_likelihood of the same example is {float(each[place]):.4g} in a batch of {count} and "
-            f"{float(found[place]):.4g} in one of {half}: return each example's own log density, without a mean over "
-            "the batch, since the energy adds the data up and scales them to N."
+            f"{float(found[place]):.4g} {remedy}"
         )
+
+
+def _has_other_mass(model: EnergyModel, batch: Any) -> bool:
+    """Warn, and return True, if a user's densities of the first example's classes do not sum to 1."""
+    if model.likelihood is None:
+        return False
+    try:
+        each, terms, target = model.score(batch)
+    except Exception:  # a log_likelihood of the user's may take other batches
+        return False
+    found = terms.get("probabilities", terms.get("dense_probabilities"))
+    count, ignored = len(each), getattr(model.likelihood, "ignore_index", None)
+    leaves, shape = pytree.tree_flatten(batch)
+    if found is None or count == 0 or not any(leaf is target for leaf in leaves) or not isinstance(target, Tensor):
+        return False
+    classes, of_one = found.shape[-1], target[0].numel()
+    if target.shape == found.shape:  # soft labels
+        choices = torch.eye(classes, dtype=target.dtype, device=target.device)
+    elif (of_one > 1 and ignored is None) or classes > MOST_CLASSES * count:
+        return False
+    else:
+        choices = target.new_full((classes, of_one), 0 if ignored is None else ignored)
+        choices[:, 0] = torch.arange(classes, device=target.device)
+        choices = choices.view(classes, *target.shape[1:])
+
+    def masses() -> Tensor:
+        of_parts = []
+        for part in choices.split(count):
+            repeated = [
+                leaf[:1].repeat(len(part), *[1] * (leaf.dim() - 1))
+                if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)
+                else leaf
+                for leaf in leaves
+            ]
+            taken = [part if leaf is target else own for leaf, own in zip(leaves, repeated, strict=True)]
+            of_parts.append(model.log_likelihood(pytree.tree_unflatten(taken, shape)))
+        return torch.cat(of_parts).exp()
+
+    try:
+        total = float(masses().sum())
+        is_one = abs(total - 1) <= OF_MASS or not math.isclose(total, float(masses().sum()))  # or it draws numbers
+    except Exception:  # code for one size of batch is the user's right
+        return False
+    if not is_one:
+        name = type(model if overrides(model, "log_likelihood") else model.likelihood).__name__
+        rank_zero_warn(
+            f"The densities of {name} sum to {total:.4g} over the {classes} classes of an example, and those of a "
+            "likelihood to 1, so this is another loss (class weights, focal terms, label smoothing and margins do "
+            "that): its samples are of no posterior, and what is called NLL is not the probabilities'. Use a "
+            "likelihood of the library, and choose rare classes by their cost (docs/howto/decisions.md)."
+        )
+    return not is_one
 
 
 def _check_observed(model: EnergyModel, target: Any) -> None:

@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_sgmcmc.batches.inputs import digest
+from lightning_sgmcmc.batches.inputs import digest, leaves_of
 from lightning_sgmcmc.batches.loader import with_few_lengths
 from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, borrowed
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.namespace import fabric, pl
+from lightning_sgmcmc.namespace import fabric, pl, rank_zero_warn
 
 sized_len = fabric.utilities.data.sized_len
 is_overridden = pl.utilities.model_helpers.is_overridden
@@ -186,6 +186,8 @@ class Scorer:
     def __init__(self, module: nn.Module, compiled: bool = False) -> None:
         self._call = TogetherCall(module, _score, compiled)
         self._net = getattr(module, "net", None) if compiled else None
+        self.first: dict[int, int | None] = {}
+        """The digest of each loader's first batch; None once another pass had another one."""
 
     def __call__(
         self,
@@ -300,7 +302,7 @@ def scores_on(
     """Return the scores of each sample, of tensors on the module's device, on a loader's data, of all ranks; of the
     first samples alone, and at least one, if those of all would be larger than `LARGEST_SCORES`."""
     share = share_of(trainer, loader, limit, dataloader_idx)
-    batches, digests = share.batches(trainer, module), list[int]()
+    batches, digests = _compared(share.batches(trainer, module), scorer.first, dataloader_idx), list[int]()
     if share.replicas == 0 and trainer.world_size > 1:
         batches = _seen(batches, digests)
     of_share = scorer(states, batches, share.fitting)
@@ -310,6 +312,20 @@ def scores_on(
             return of_share  # every rank reads all data (use_distributed_sampler=False), so each datum counts once
     whole: list[Scores] = pytree.tree_map_only(Tensor, share.whole, of_share)
     return whole
+
+
+def _compared(batches: Iterable[Any], first: dict[int, int | None], index: int) -> Iterator[Any]:
+    """Yield batches, and warn once if the first one is not that of the loader's earlier passes."""
+    for number, batch in enumerate(batches):
+        found = digest([leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]) if number == 0 else None
+        if number == 0 and first.setdefault(index, found) not in (found, None):
+            first[index] = None
+            rank_zero_warn(
+                "The validation or test inputs differ from one sample's pass to the next, as random transforms make "
+                "them, so the average is also one over these and has other scores than predictions of fixed inputs: "
+                "give the loader a data set without random transforms."
+            )
+        yield batch
 
 
 def _seen(batches: Iterable[Any], digests: list[int]) -> Iterator[Any]:

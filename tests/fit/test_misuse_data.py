@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -24,6 +24,7 @@ from lightning_sgmcmc import (
     NonFiniteEnergyError,
     ResumableLoader,
     StudentTPrior,
+    TokenCategorical,
 )
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
@@ -39,6 +40,7 @@ from tests.support.small_run import fit_every_step as fit
 from tests.support.trainers import quiet_trainer
 
 X, Y = tensors()
+ALONE = "predictions depend on what comes with them"
 LATER = torch.cat([torch.zeros(2 * BATCH), torch.ones(BATCH)])
 """1 for the data of the third batch, which is not among the batches 1, 2, 4, …"""
 
@@ -104,6 +106,64 @@ class Noisy(Loss):
         return -super().log_likelihood([batch[0] + torch.randn_like(batch[0]), batch[1]])
 
 
+class Attention(nn.Module):
+    """Attends over the examples of a batch instead of over their two places."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.grow, self.head = nn.Linear(1, 4), nn.Linear(4, 2)
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = self.grow(x[..., None])
+        output: Tensor = self.head(self.attention(grown, grown, grown)[0].mean(1))
+        return output
+
+
+class Recurrent(nn.Module):
+    """Passes its state from one example of the batch to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x[..., None])[0].mean(1)
+        return output
+
+
+def focal(each: Tensor) -> Tensor:
+    return (1 - each.exp()).square() * each
+
+
+class Focal(Categorical):
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return focal(super().log_prob(output, target))
+
+
+class FocalModule(Own):
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return focal(super().log_likelihood(batch))
+
+
+class Weighted(Bernoulli):
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().log_prob(output, target) * (1 + 4 * target[:, 0])
+
+
+class FocalTokens(TokenCategorical):
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        each = -F.cross_entropy(output.movedim(-1, 1), target, reduction="none", ignore_index=self.ignore_index)
+        return focal(each).sum(1)
+
+
+class Mislabelled(Categorical):
+    """A tenth of the labels are drawn at random: a density that is not that of the predicted probabilities."""
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return (0.9 * super().log_prob(output, target).exp() + 0.05).log()
+
+
 class Joined(BayesianModule):
     """Its batch is one of each of several loaders."""
 
@@ -115,6 +175,9 @@ class Joined(BayesianModule):
 
 ONE = data()
 TWICE = ConcatDataset([ONE, ONE])
+SOFT = TensorDataset(X, F.one_hot(Y, 2).float())
+TOKENS = TensorDataset(X[:, None].repeat(1, 4, 1), torch.stack([Y, Y, Y.new_full(Y.shape, -100), Y], 1))
+"""Sequences of four tokens, whose third does not count."""
 
 
 class Loader:
@@ -125,6 +188,13 @@ class Loader:
 
     def __iter__(self) -> Any:
         return iter(loader())
+
+
+class Balanced(Sampler[int]):
+    """Draws the rows of a rare class three times."""
+
+    def __iter__(self) -> Any:
+        return iter([*range(COUNT), 0, 1, 0, 1])
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -142,6 +212,10 @@ REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = 
         )
         for several in (lambda x: (x, x), lambda x: [x], lambda x: {"a": x, "b": x})
         for chains in (1, 2)
+    ),
+    *(
+        (module, DataLoader([(x, target) for x in X], BATCH), TypeError, f"the target of a batch is a {kind}, and Cat")
+        for target, kind in (({"label": 1, "path": "a"}, "dict"), ("cat", "tuple of 8"))
     ),
     (lambda: module(net=Auxiliary()), None, TypeError, "the network returned a tuple of 2, and Categorical takes one"),
     (
@@ -209,6 +283,12 @@ REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = 
         loader(y=Y + 9 * LATER),
         NonFiniteEnergyError,
         "since Bernoulli: targets must be 0 or 1, got 9",
+    ),
+    (
+        module,
+        DataLoader(ONE, BATCH, sampler=Balanced()),
+        ValueError,
+        f"draws by a Balanced, some of {COUNT} rows 3 times in an epoch and others less often; if it balances classes",
     ),
     (
         lambda: module(num_data=3),
@@ -307,6 +387,43 @@ WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
         {},
         "An epoch had more than num_data=10 data, 24 in 3 batches",
     ),
+    *[
+        (
+            lambda net=net, chains=chains: module(net=net(), num_chains=chains),
+            None,
+            {},
+            ALONE,
+        )
+        for net in (
+            Attention,
+            Recurrent,
+            lambda: nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)),
+        )
+        for chains in (1, 2)
+    ],
+    *[
+        (make, train, {}, sentence)
+        for make, train, sentence in (
+            (lambda: module(likelihood=Focal()), None, "The densities of Focal sum to 1."),
+            (lambda: module(likelihood=Focal(), num_chains=2), None, "The densities of Focal sum to 1."),
+            (
+                lambda: FocalModule(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01),
+                None,
+                "The densities of FocalModule sum to 1.",
+            ),
+            (lambda: module(likelihood=Focal()), DataLoader(SOFT, BATCH), "The densities of Focal sum to 1."),
+            (
+                lambda: module(net=nn.Linear(2, 1), likelihood=Weighted()),
+                DataLoader(TensorDataset(X, Y[:, None].float()), BATCH),
+                "The densities of Weighted sum to 0.",
+            ),
+            (
+                lambda: module(net=nn.Linear(2, 3), likelihood=FocalTokens()),
+                DataLoader(TOKENS, BATCH),
+                "The densities of FocalTokens sum to 1.",
+            ),
+        )
+    ],
     (
         module,
         DataLoader(data(), 9, drop_last=True),
@@ -368,6 +485,45 @@ def test_warned_once(make: Callable[[], BayesianModule], train: Any, options: di
     assert sum(sentence in str(warning.message) for warning in caught) == 1
 
 
+class Scalar(BayesianModule):
+    """A mean over the batch, as torch's losses return it."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return -F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_number_for_the_whole_batch_is_refused_in_validation_too() -> None:
+    with pytest.raises(ValueError, match="must return one number per example"):
+        fit(Scalar(net=nn.Linear(2, 2), lr=0.01), val=loader(), num_sanity_val_steps=1)
+
+
+def test_validation_batches_of_several_lengths_end_a_fit_at_its_start() -> None:
+    """Not at the first sample, after the burn-in."""
+    model, parts = module(net=nn.Linear(2, 3), likelihood=TokenCategorical()), [TOKENS[i] for i in range(2 * BATCH)]
+    val = DataLoader([*parts[:BATCH], *[(x[:3], y[:3]) for x, y in parts[BATCH:]]], BATCH)
+    callbacks = [SamplingSchedule(burn_in_steps=2, every_n_steps=1), BayesianModelAverage()]
+    trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, num_sanity_val_steps=2)
+    with pytest.raises(ValueError, match="cannot be joined: pad all batches to one length"):
+        trainer.fit(model, DataLoader(TOKENS, BATCH), val)
+    assert trainer.global_step == 0
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("is_augmented", [True, False])
+def test_validation_data_with_a_random_transform_are_named(is_augmented: bool) -> None:
+    """As those of `random_split` of an augmented data set; fixed ones, of two loaders, are not."""
+    val = [DataLoader(kind(X, Y), BATCH) for kind in (Augmented if is_augmented else TensorDataset, TensorDataset)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module(), BayesianModelAverage(), val=val)
+    assert sum("inputs differ from one sample's pass" in str(one.message) for one in caught) == is_augmented
+
+
 def test_right_runs_are_not_suspected() -> None:
     """Logits within [0, 1] at the start, shuffled loaders that drop a batch, softmax's log and a density above 1."""
     torch.manual_seed(0)
@@ -379,6 +535,11 @@ def test_right_runs_are_not_suspected() -> None:
         (module(num_data=COUNT), DataLoader(Stream(data()), BATCH)),
         (Own(net=nn.Linear(2, 2), lr=0.01), loader()),
         (Noisy(net=nn.Linear(2, 2), lr=0.01), loader()),
+        (Noisy(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01), loader()),
+        (Own(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01), loader()),
+        (module(likelihood=Mislabelled()), loader()),
+        (module(net=Attention(batch_first=True)), loader()),
+        (module(net=nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Dropout(0.5))), loader()),
         (module(), DataLoader(ConcatDataset([Subset(ONE, range(10)), Subset(ONE, range(10, COUNT))]), BATCH)),
     ]
     for model, train in right:
@@ -386,7 +547,7 @@ def test_right_runs_are_not_suspected() -> None:
             warnings.simplefilter("always")
             fit(model, train=train, max_epochs=22 if isinstance(model.likelihood, Bernoulli) else 3)
         texts = [str(warning.message) for warning in caught]
-        doubts = ("first", "same example", "An epoch", "repeat", "drop_last", "temperature=0")
+        doubts = ("first", "The densities", "same example", "An epoch", "repeat", "drop_last", "temperature=0")
         assert not [text for text in texts if any(doubt in text for doubt in doubts)], texts
 
 
