@@ -304,8 +304,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def _draw_hot(self) -> None:
         """Keep the chains' states for the mutual information; other callbacks do not see them."""
-        chains, step = self.run.chains, self.run.sampler.step_count
-        for drawing in draw_samples(chains, step, functools.partial(check_sample, model=None)):
+        check = functools.partial(check_sample, model=None)
+        for drawing in draw_samples(self.run.chains, self.run.sampler, check):
             self._hot += map(on_cpu, drawing.samples)
 
     def acts_in(self, step: int) -> bool:

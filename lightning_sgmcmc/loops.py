@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import next_tokens, unwrapped
-from lightning_sgmcmc.chains.samples import PosteriorSample, checksum
+from lightning_sgmcmc.chains.samples import PosteriorSample, checksum, rounded
 from lightning_sgmcmc.chains.schedule import RunLength, Schedule
 from lightning_sgmcmc.chains.starts import Sharing
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError
@@ -30,7 +30,7 @@ from lightning_sgmcmc.posterior.store import MemoryStore, Narrow, SampleStore, n
 from lightning_sgmcmc.priors import HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.state import held_rows, is_prior_state
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import bad_tensor
+from lightning_sgmcmc.tensors import bad_tensor, mean_of
 
 FEW, MOST_LOOKS = 8, 64
 """First steps whose gradients are looked at for clipping, beside those before a sample, and the most of all."""
@@ -377,7 +377,9 @@ class SampleWriter:
             own = collapsed(parameters, self.model)
             shared = self._sharing.tensors()
             cycle = self.schedule.cycle_of(step)
-            self._store.append(PosteriorSample(step, cycle, self.chain, energy, 0.0, own, buffers, shared=shared))
+            sample = PosteriorSample(step, cycle, self.chain, energy, 0.0, own, buffers, shared=shared)
+            sample.temperature = rounded(mean_of(self.sampler.param_groups[0]["temperature"]))
+            self._store.append(sample)
 
     @property
     def _writes(self) -> bool:

@@ -14,6 +14,7 @@ from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import named_trainable, of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import STATISTICS, as_rows, exact, exact_device
 
 Parts = dict[str, dict[str, Tensor]]
@@ -44,6 +45,7 @@ class PosteriorSample:
             the parameter's name; empty with other priors.
         draw: its number, from 0, among the draws that a callback made of the chain's state at this step (networks from
             a SWAG Gaussian, dropout masks); 0 if the state itself is the sample.
+        temperature: that of its step; also 1 if unknown, as in stores of earlier versions and networks from elsewhere.
     """
 
     step: int
@@ -58,6 +60,7 @@ class PosteriorSample:
     scales: dict[str, Tensor] = field(default_factory=dict)
     draw: int = 0
     shared: dict[str, Tensor] = field(default_factory=dict)
+    temperature: float = 1.0
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -82,7 +85,7 @@ class SampleRecord:
     """A sample's manifest entry (see `PosteriorSample`), with the name of its file ("" in memory) and the CRC-32 of the
     file's bytes in hexadecimal ("" if unknown)."""
 
-    IF_SET: ClassVar = ("comparable", "draw")
+    IF_SET: ClassVar = ("comparable", "draw", "temperature")
 
     step: int
     cycle: int
@@ -94,12 +97,18 @@ class SampleRecord:
     bin: int | None = None
     comparable: bool = True
     draw: int = 0
+    temperature: float = 1.0
 
 
 def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
     """Return a sample's record."""
     place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
-    return SampleRecord(*place, file, checksum, sample.bin, sample.comparable, sample.draw)
+    return SampleRecord(*place, file, checksum, sample.bin, sample.comparable, sample.draw, sample.temperature)
+
+
+def rounded(temperature: float) -> float:
+    """Return a sample's temperature to six digits, the same from a number and from a tensor in 32 bits."""
+    return float(f"{temperature:.6g}")
 
 
 def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
@@ -295,7 +304,7 @@ def check_replicas(chains: Chains, step: int) -> None:
 
 
 def draw_samples(
-    chains: Chains, step: int, check: Callable[[PosteriorSample], None], all_tensors: bool = True
+    chains: Chains, sampler: Sampler, check: Callable[[PosteriorSample], None], all_tensors: bool = True
 ) -> Iterator[Drawing]:
     """Return the chains' current states as samples, one per chain of the run, in their order; without `all_tensors`,
     those of other processes' chains are numbers alone.
@@ -320,14 +329,14 @@ def draw_samples(
                 f"'{name}' was replaced by another parameter during the run, and the sampler moves the former one: "
                 "change its numbers, by parameter.copy_(…) under torch.no_grad()"
             )
-    check_replicas(chains, step)
+    check_replicas(chains, sampler.step_count)
     chains.share_buffers()
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:
         prepare()
     layout, expand = chains.layout, chains.claims.get("expand samples")
     states = _flat_states(chains)
-    samples = _own_samples(chains, states, step, check)
+    samples = _own_samples(chains, states, sampler, check)
     if expand is None and not layout.is_spread:
         yield _drawing(chains, samples, range(len(samples)), states)
         return
@@ -379,23 +388,25 @@ def _flat_states(chains: Chains) -> FlatStates:
 
 
 def _own_samples(
-    chains: Chains, states: FlatStates, step: int, check: Callable[[PosteriorSample], None]
+    chains: Chains, states: FlatStates, sampler: Sampler, check: Callable[[PosteriorSample], None]
 ) -> list[PosteriorSample]:
     """Return the states of this process's chains as samples, all of which are valid."""
     tags, layout = chains.tags, chains.layout
     energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
-    numbers = [energy, tags.log_weight, states.suspects(), *([] if tags.bin is None else [tags.bin])]
-    energies, log_weights, suspects, *bins = (n.reshape(-1).tolist() for n in HostCopies(numbers).wait())
+    control = torch.as_tensor(sampler.param_groups[0]["temperature"]).expand(chains.num_chains)
+    numbers = [energy, tags.log_weight, states.suspects(), control, *([] if tags.bin is None else [tags.bin])]
+    energies, log_weights, suspects, temperatures, *bins = (n.reshape(-1).tolist() for n in HostCopies(numbers).wait())
     shared = chains.sharing.tensors()
     samples = [
         PosteriorSample(
-            step=step,
+            step=sampler.step_count,
             cycle=chains.progress.cycle,
             chain=chain,
             energy=energies[index],
             log_weight=log_weights[index],
             bin=bins[0][index] if bins else None,
             comparable=tags.comparable,
+            temperature=rounded(temperatures[index]),
             shared=shared,
             **states.of_chain(index),
         )

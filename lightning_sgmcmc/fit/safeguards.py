@@ -283,8 +283,8 @@ class Safeguards(RunCallback):
             getattr(c, "reads_all_samples", hasattr(c, "on_posterior_sample") or hasattr(c, "on_posterior_samples"))
             for c in receivers
         )
-        chains, step, check = chains_of(pl_module), self._sampler.step_count, self._guard.check_sample
-        for drawing in draw_samples(chains, step, check, reads_all):
+        chains, check = chains_of(pl_module), self._guard.check_sample
+        for drawing in draw_samples(chains, self._sampler, check, reads_all):
             for hook in together:
                 hook(trainer, pl_module, drawing)
             for sample in drawing.samples:

@@ -34,7 +34,7 @@ from lightning_sgmcmc.posterior.store import Narrow, SampleStore
 from lightning_sgmcmc.tables import Columns
 
 CONTOUR = "contour.safetensors"
-ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable", "draw")
+ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable", "draw", "temperature")
 """What a sample has of its record."""
 LARGEST_CONTOUR = 2**30  # bytes; a million bins of one chain have 16 MB
 SURPLUS = 20

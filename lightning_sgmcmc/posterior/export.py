@@ -75,6 +75,7 @@ def to_inference_data(
     if len(store) == 0:
         raise ValueError("the store has no posterior samples to export")
     records = store.records
+    warn_of_temperature(records, log_likelihood is not None)
     grid = grid_of_draws(store)
     stats: dict[str, Any] = {
         "energy": [r.energy for r in records],
@@ -97,6 +98,23 @@ def to_inference_data(
     if arviz.__version__.startswith("0."):
         return arviz.from_dict(**groups, coords=coords, attrs=made_by)
     return arviz.from_dict(groups, coords=coords, attrs={"/": made_by})
+
+
+def warn_of_temperature(records: Sequence[SampleRecord], for_scores: bool) -> None:
+    """Warn of samples that are not of the posterior, which ArviZ takes all draws for."""
+    if not (others := sum(record.temperature != 1 for record in records)):
+        return
+    values = ", ".join(f"{t:g}" for t in sorted({r.temperature for r in records if r.temperature != 1})[:4])
+    wrong = "intervals are too narrow at a temperature below 1 and too wide above"
+    remedy = "sample with temperature=1"
+    if for_scores:
+        wrong = "loo and waic of log_likelihood are wrong, too good at a temperature below 1"
+        remedy = f"use posterior.evaluate(val) of validation data, or {remedy}"
+    warnings.warn(
+        f"{others} of the {len(records)} samples are not of the posterior, which has temperature 1, but of temperature "
+        f"{values}, so ArviZ's {wrong}: {remedy}",
+        stacklevel=4,
+    )
 
 
 def grid_of_draws(store: SampleStore) -> ChainGrid:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -136,6 +137,8 @@ def _record_from(entry: Any, seen: set[tuple[int, int, int]]) -> SampleRecord:
         raise ValueError("a sample's step, cycle, chain, draw and bin should be integers, 0 or larger")
     if entry["energy"] is None or entry["log_weight"] is None:
         raise ValueError("a sample's energy and log_weight should be numbers")
+    if not 0 <= found.temperature < math.inf:
+        raise ValueError("a sample's temperature should be a number, 0 or larger")
     if not SAMPLE_NAME.fullmatch(found.file):
         raise ValueError(f"{found.file[:80]!r} is not the name of a sample's file")
     if not found.checksum:
@@ -144,7 +147,9 @@ def _record_from(entry: Any, seen: set[tuple[int, int, int]]) -> SampleRecord:
     if place in seen:
         raise ValueError("a sample is recorded twice: step {}, chain {}, draw {}".format(*place))
     seen.add(place)
-    return replace(found, energy=float(found.energy), log_weight=float(found.log_weight))
+    return replace(
+        found, energy=float(found.energy), log_weight=float(found.log_weight), temperature=float(found.temperature)
+    )
 
 
 def is_newer(library: str) -> bool:

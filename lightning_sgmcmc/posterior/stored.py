@@ -430,7 +430,7 @@ class StoredSamples:
         Every variable has the dimensions (chain, draw, …); the coordinate `chain` is the chain's global index. If
         chains have unequal numbers of draws, the oldest draws of longer chains are dropped, with a warning. ArviZ
         weighs all draws alike, so weights that differ are a warning: export `resample(count)`, whose draws are one
-        chain.
+        chain. It takes them for draws of the posterior, so another temperature than 1 is a warning.
 
         The groups: `posterior` holds the chosen parameters by their names in the network. `sample_stats` holds `energy`
         (the mini-batch estimate Ũ, in nats), `lp` = -Ũ (ArviZ's name for the log density at temperature 1, up to a

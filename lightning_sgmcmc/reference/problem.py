@@ -317,7 +317,7 @@ class Problem:
             parameters = {name: tensor.detach().clone() for name, tensor in collapsed(named, model).items()}
         potential = energy * self.energy.temperature
         parts: dict[str, Any] = {"parameters": parameters, "buffers": buffers, "scales": scales, "shared": shared}
-        return PosteriorSample(step, 0, chain, potential, **parts)
+        return PosteriorSample(step, 0, chain, potential, temperature=self.energy.temperature, **parts)
 
     def _scales(self, step: int, chain: int) -> dict[str, Tensor]:
         """Draw the scales of a hierarchical prior from their law given the parameters."""
