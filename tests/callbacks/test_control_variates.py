@@ -91,7 +91,8 @@ def test_one_pass_over_the_data_and_one_forward_pass_a_step(energy: bool) -> Non
     module = Counting(lr=0.01)
     trainer = quiet_trainer(max_epochs=4, callbacks=[ControlVariates(1, 2, energy=energy)], limit_val_batches=0)
     trainer.fit(module, datamodule=Even(16))
-    passes = module.at_snapshot - 16 - 8  # the data of the fit's first batch are counted, and half of them again
+    looks = 16 + 8 + 5 * (16 + 3)  # the first batch and its half; five batches, and a datum's classes
+    passes = module.at_snapshot - looks
     assert passes == 2 * 64 + 3 * 64  # snapshots of epochs 1 and 3; steps from epoch 1 on
     assert module.gradient_evaluations == 4 * 64 + passes
     assert (module.chains.observed.correction is not None) == energy
