@@ -86,7 +86,7 @@ class ListedSteps(RowSteps):
             for rows in self._all_rows(noise is not None):
                 own = batches if axis is None else [part[:, rows.at] for part in batches]
                 of_steps = [*zip(*(part.unbind() for part in (weights, *shares, *own)), strict=True)]
-                others = [tensor[rows.at] if self._apart else tensor for tensor in self._others.values()]
+                others = [tensor[rows.at] if self._is_apart else tensor for tensor in self._others.values()]
                 kept = [rows.values, self._inverse, *others, *([] if variate is None else variate.tensors)]
                 parts = self._operations(kept, of_steps[0], structure, axis, variate, len(shares))
                 steady = parts.before(*kept)

@@ -316,9 +316,10 @@ def scores_on(
 
 def _compared(batches: Iterable[Any], first: dict[int, int | None], index: int) -> Iterator[Any]:
     """Yield batches, and warn once if the first one is not that of the loader's earlier passes."""
-    for number, batch in enumerate(batches):
-        found = digest([leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]) if number == 0 else None
-        if number == 0 and first.setdefault(index, found) not in (found, None):
+    rest = iter(batches)
+    for batch in itertools.islice(rest, 1 if first.get(index, 0) is not None else 0):  # None: it has warned
+        found = digest([leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)])
+        if first.setdefault(index, found) != found:
             first[index] = None
             rank_zero_warn(
                 "The validation or test inputs differ from one sample's pass to the next, as random transforms make "
@@ -326,6 +327,7 @@ def _compared(batches: Iterable[Any], first: dict[int, int | None], index: int) 
                 "give the loader a data set without random transforms."
             )
         yield batch
+    yield from rest
 
 
 def _seen(batches: Iterable[Any], digests: list[int]) -> Iterator[Any]:

@@ -137,4 +137,4 @@ def test_predictions_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     assert len(table) == COUNT
     pd.testing.assert_frame_equal(table, of_ranks)
     assert one.keys() == two.keys()
-    assert all(torch.equal(one[part], two[part]) for part in one)
+    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-7)  # batches of other sizes round otherwise
