@@ -64,6 +64,8 @@ LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 largest σ that this gives; the same at temperature 1."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
+LR_SHARE, LR_SHARE_OF_CLASSES = 0.1, 0.3
+"""Share of the first step size at which a stage of sampling ends, and that of cold samples of classes."""
 WEIGHTS = "windows of the last draws, then stacking"
 """The rule of the samples' weights, for sentences."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -77,9 +79,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     """Samples without a setting by hand: sampler, step size and temperature are fixed, validation data decide the rest.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
-    `pSGHMC` samples at τ while its step size falls by a cosine to a tenth, and draws are taken evenly:
+    `pSGHMC` samples at τ while its step size falls by a cosine to a share e, and draws are taken evenly:
 
-        lr_k = lr·[e + (1-e)·(cos(π·u) + 1)/2],   u the elapsed share of the stage, e = 0.1
+        lr_k = lr·[e + (1-e)·(cos(π·u) + 1)/2],   u the elapsed share of the stage
+
+    e is 0.3 for the cold samples of classes, so that they differ more, and 0.1 otherwise.
 
     Two decisions use the validation data, none the test data:
 
@@ -156,6 +160,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.prior_scales = prior_scales
         self._given = (temperature, prior_std)
         self._start_std = 0.0
+        self._lr_share = LR_SHARE
         self._num_data: int | None = None
         self._budget = RunBudget(budget)
         self.reset()
@@ -184,6 +189,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "has none: pass objective='nll' or 'ood'"
             )
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
+        self._lr_share = LR_SHARE_OF_CLASSES if has_classes and self.objective != "ood" else LR_SHARE
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature
         self._num_data = _num_data_of(trainer, module)
@@ -216,7 +222,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
         hot = HOT_SHARE if self.objective == "both" and not length.is_trial else 0.0
-        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, 1 if length.is_trial else self.num_draws, hot)
+        draws = 1 if length.is_trial else self.num_draws
+        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, draws, hot, self._lr_share)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)

@@ -20,7 +20,7 @@ seeds and test data. It ends with sentences on where `auto` wins and loses.
 
 Quick is one seed on two data sets (`python -m recipes equal_cost --data-root DIR`), full eight seeds on all but
 mnist_cnn, cifar_16_long and those at 32×32, which `--set chosen_sets=[mnist_cnn]` runs. On cifar_16, sms and bikes it
-has three seeds of the main methods. CIFAR-10 is read as `CIFAR10DataModule` does, at most as many images as the
+has five seeds of the main methods. CIFAR-10 is read as `CIFAR10DataModule` does, at most as many images as the
 settings say; the UCI sets SMS Spam Collection (`sms_spam/SMSSpamCollection`) and Bike Sharing
 (`bike_sharing/hour.csv`), both CC BY 4.0, from their original files.
 """

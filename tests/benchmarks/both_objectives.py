@@ -48,7 +48,7 @@ class OfShare(AutoSampling):
         self.share = share
 
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
-        return WarmUpAndDecay(steps, self.warm_up, self.num_draws, self.share)
+        return WarmUpAndDecay(steps, self.warm_up, self.num_draws, self.share, self._lr_share)
 
 
 SHARES = (0.2, 0.3, 0.5)
