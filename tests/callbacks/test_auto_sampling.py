@@ -444,6 +444,30 @@ def test_the_stages_of_a_run() -> None:
     assert factors[-1] == pytest.approx(0.1, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("objective", "classes", "share"), [("nll", 2, 0.3), ("nll", 1, 0.1), ("ood", 2, 0.1), ("both", 2, 0.1)]
+)
+def test_where_the_step_size_of_a_fit_ends(objective: Any, classes: int, share: float) -> None:
+    """Cold samples of classes end with a larger one; at temperature 1, as in the last part of both, nothing changes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, classes))
+    train, val = labels(0.1, 80, 1).tensors, labels(0.1, 40, 2).tensors
+    found, auto = [], AutoSampling(objective, num_draws=10)
+
+    class Ends(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+            found.append(trainer.optimizers[0].param_groups[0]["lr"] / auto.lr)
+
+    if classes == 1:
+        train, val = ((x, y[:, None].float()) for x, y in (train, val))
+    module = BayesianModule(net, Categorical() if classes > 1 else Gaussian(0.3))
+    trainer = quiet_trainer(max_steps=400, callbacks=[auto, Ends()])
+    trainer.fit(module, *(DataLoader(TensorDataset(*part), 20) for part in (train, val)))
+    assert found[-1] == pytest.approx(share, abs=2e-3)
+    if objective == "both":
+        assert found[319] == pytest.approx(0.3, abs=2e-3)  # the last of the cold part, four fifths of the run
+
+
 def test_the_last_part_of_both_samples_at_temperature_1() -> None:
     auto = AutoSampling("both", num_draws=16)
     auto.lay_out(RunLength(1000))
