@@ -239,8 +239,9 @@ class WarmUpAndDecay:
         lr_k = lr_0·max(0.02, [cos(π·(k-1)/W) + 1]/2) for k ≤ W,   lr_0·[e + (1-e)·(cos(π·u) + 1)/2] after
 
     K are the steps, W those of the warm-up, and u the elapsed share of the stage: of the other K - W, or of each part
-    of them. e is `lr_share`, and 0.1 in a last part. Each stage begins with a linear rise: over a tenth of the warm-up, and over 30 steps. The draws are spread
-    evenly over the steps after the warm-up; those of the last part, a share of all steps, are `last_draw_steps`.
+    of them. e is `lr_share`, and 0.1 in a last part. Each stage begins with a linear rise: over a tenth of the warm-up,
+    and over 30 steps. The draws are spread evenly over the steps after the warm-up; those of the last part, a share of
+    all steps, are `last_draw_steps`.
 
     >>> stages = WarmUpAndDecay(100, 0.2, 4)
     >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)

@@ -126,6 +126,7 @@ class DiskStore(SampleStore):
         columns: Columns | None = None,
         shared: Mapping[str, Tensor] | None = None,
         narrow: Narrow | None = None,
+        resampled: bool = False,
     ) -> "DiskStore":
         """Create an empty store.
 
@@ -135,6 +136,7 @@ class DiskStore(SampleStore):
             columns: what inputs and targets are.
             shared: the tensors that all samples have in common, by name, which are not sampled.
             narrow: how parameters are stored in 16 bits; None stores them as they are.
+            resampled: whether samples were drawn by their weights.
 
         Raises:
             FileExistsError: if the folder contains a store.
@@ -145,7 +147,7 @@ class DiskStore(SampleStore):
         try:
             make_folder(path)
             said = Manifest(model_description, run=uuid.uuid4().hex, columns=columns or Columns())
-            said.shared = manifest.write_common(path, shared or {})
+            said.shared, said.resampled = manifest.write_common(path, shared or {}), resampled or None
             if narrow is not None:
                 said.dtype, said.base = narrow.dtype, manifest.write_common(path, narrow.base, manifest.BASE)
             write_atomically(path / manifest.MANIFEST, manifest.write_manifest(said))
@@ -190,7 +192,7 @@ class DiskStore(SampleStore):
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         self._manifest = manifest.parse_manifest(content, str(path))
-        self.columns = self._manifest.columns
+        self.columns, self.is_resampled = self._manifest.columns, self._manifest.resampled is True
         self.records, self._dropped = self._manifest.records, []
         if self.damaged_lines and not self.skips_damaged:
             raise ValueError(

@@ -54,7 +54,7 @@ LARGEST_COUNT = 2**62
 class Manifest:
     """What a manifest says: of the network, the library and the run that wrote it, the columns, the samples, the lines
     that are no records, from 1, and the checksum of the file with what all samples share, if there is one; how narrow
-    parameters are, and the checksum of the file with their base, if so."""
+    parameters are, and the checksum of the file with their base, if so; and whether `resample` drew the samples."""
 
     model: Any = None
     library: str = ""
@@ -65,6 +65,7 @@ class Manifest:
     shared: str | None = None
     dtype: str | None = None
     base: str | None = None
+    resampled: bool | None = None
 
 
 def sample_name(step: int, chain: int, draw: int = 0) -> str:
@@ -77,7 +78,7 @@ def write_manifest(known: Manifest) -> bytes:
     number = VERSION if known.dtype else 1 if known.shared is None else 2
     header = {"format": FORMAT, "version": number, "library": version("lightning-sgmcmc"), "model": known.model}
     header |= {"run": known.run}
-    header |= {n: getattr(known, n) for n in ("shared", "dtype", "base") if getattr(known, n) is not None}
+    header |= {n: getattr(known, n) for n in ("shared", "dtype", "base", "resampled") if getattr(known, n) is not None}
     header |= as_plain(known.columns)
     return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, known.records))).encode()
 
@@ -105,14 +106,14 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: {remedy}{writer}")
     try:
         model, run, columns = known["model"], known["run"], from_plain(Columns, known)
-        shared, dtype, base = (known.get(name) for name in ("shared", "dtype", "base"))
+        shared, dtype, base, resampled = (known.get(name) for name in ("shared", "dtype", "base", "resampled"))
     except (ValueError, TypeError, LookupError, AttributeError):
         raise foreign from None
     if not isinstance(run, str) or not all(isinstance(one, str | None) for one in (shared, base)):
         raise foreign
-    if dtype not in (None, *DTYPES) or not isinstance(dtype, str | None):
+    if dtype not in (None, *DTYPES) or not isinstance(dtype, str | None) or resampled not in (None, True):
         raise foreign
-    manifest = Manifest(model, library, run, columns, shared=shared, dtype=dtype, base=base)
+    manifest = Manifest(model, library, run, columns, shared=shared, dtype=dtype, base=base, resampled=resampled)
     seen: set[tuple[int, int, int]] = set()
     for index, line in enumerate(lines, start=2):
         try:

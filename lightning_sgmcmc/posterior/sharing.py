@@ -45,7 +45,8 @@ def save_samples(posterior: Any, path: str | Path, dtype: Any, base: str | None,
     description = store.model_description
     if description is None and posterior.model is not None:
         description = description_for_store(posterior.model)
-    with whole_store(folder, description, store.columns, store.shared or first.shared, narrow) as saved:
+    common = description, store.columns, store.shared or first.shared, narrow, store.is_resampled
+    with whole_store(folder, *common) as saved:
         for sample in _distinct(store):
             saved.append(sample)
         if store.contour is not None:

@@ -221,9 +221,9 @@ class StoreView(SampleStore):
     ) -> None:
         self._places = list(places)
         self.records = records
-        self.columns, self.is_resampled = store.columns, store.is_resampled
-        self._store = store
+        self.columns, self._store = store.columns, store
         self._is_of_one = all(own is store for own, _ in places)
+        self.is_resampled = any(own.is_resampled for own, _ in places)
 
     @property
     def source(self) -> SampleStore | None:

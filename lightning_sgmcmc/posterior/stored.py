@@ -247,13 +247,18 @@ class StoredSamples:
             exponent: α of tempered weights w^α; 1 keeps them, 0 makes all of a chain equal.
 
         Raises:
-            ValueError: for another `by`, a negative exponent, or "final" without a learned contour.
+            ValueError: for another `by`, a negative exponent, or "final" without a learned contour or after `resample`.
         """
         check_choice("by", by, ("sample", "final"))
         check_number("exponent", exponent)
         log_weights, comparable = self.log_weights, None
         if by == "final":
             contour = self.contour
+            if self.store.is_resampled:
+                raise ValueError(
+                    "by='final' would weigh samples twice that resample drew by their weights: use "
+                    "posterior.reweighted('final').resample() of the samples before it"
+                )
             if contour is None:
                 raise ValueError(
                     "by='final' needs the state learned by a contour sampler, and these samples come from a run "
@@ -264,7 +269,8 @@ class StoredSamples:
             device = contour.state.log_vector.device
             log_weights = contour.log_weights(energies.to(device), chains.to(device)).cpu()
             comparable = contour.is_shared
-        return self._selected(range(len(self)), (exponent * log_weights).tolist(), comparable)
+        tempered = exponent * log_weights if exponent else torch.zeros_like(log_weights)  # 0·log 0 would be NaN
+        return self._selected(range(len(self)), tempered.tolist(), comparable)
 
     def resample(
         self: Samples,

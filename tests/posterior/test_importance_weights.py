@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Posterior
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.diagnostics.draws import resample
@@ -162,6 +162,24 @@ def test_resampled_posteriors_predict_with_equal_weights(tmp_path: Path) -> None
     with pytest.raises(TypeError, match="cannot be appended"):
         equal.store.append(equal[0])
     assert len(equal.in_memory()) == 400
+
+
+def test_weights_are_applied_once(tmp_path: Path) -> None:
+    """Draws of `resample` have their weights already, in memory and in a folder."""
+    module, _ = run(tmp_path)
+    assert module.posterior is not None
+    drawn = module.posterior.reweighted("final").resample(50)
+    for posterior in (drawn, drawn[:20], drawn.in_memory(), drawn.save(tmp_path / "drawn")):
+        with pytest.raises(ValueError, match=r"'final'.*resample"):
+            posterior.reweighted("final")
+        assert posterior.reweighted("sample", 2.0).log_weights.isfinite().all()
+
+
+def test_the_exponent_0_counts_samples_of_weight_0_too() -> None:
+    members = [nn.Linear(1, 1) for _ in range(4)]
+    posterior = Posterior.from_states(nn.Linear(1, 1), members, Gaussian(), weights=[0, 1, 2, 3])
+    assert posterior.reweighted("sample", 0.0).weights.tolist() == pytest.approx([0.25] * 4)
+    assert posterior.reweighted("sample", 2.0).weights.tolist() == pytest.approx([0, 1 / 14, 4 / 14, 9 / 14])
 
 
 def test_runs_without_a_contour_have_no_final_weights(tmp_path: Path) -> None:

@@ -98,6 +98,30 @@ def test_longer_chains_lose_their_oldest_draws() -> None:
     assert steps.sel(chain=2).values.tolist() == [20, 30, 40, 50, 60, 70]
 
 
+def test_draws_of_resampling_stay_one_chain(tmp_path: Path) -> None:
+    """Merged in any order, and read from a folder: equal numbers of draws of each chain would undo the weights."""
+    module = regression()
+    runs = [Posterior(filled(MemoryStore(), module), module) for _ in range(2)]
+    for posterior, log_weights in zip(runs, ([0.0, -1.0, -2.0], [0.0] * CHAINS), strict=True):
+        posterior.store.set_log_weights(log_weights * DRAWS)
+    drawn = runs[0].resample(5)  # none repeats, and their chains have unequal numbers of them
+    assert len({(r.step, r.chain) for r in drawn.records}) == 5
+    saved = drawn.save(tmp_path / "drawn")
+    members = {
+        "saved": (saved, 5),
+        "read": (Posterior.load(tmp_path / "drawn", net=module.net), 5),
+        "first": (Posterior.merge(drawn, runs[1]), 5 + len(runs[1])),
+        "last": (Posterior.merge(runs[1], drawn), 5 + len(runs[1])),
+        "of a folder": (Posterior.merge(runs[1], saved).thin(every=1), 5 + len(runs[1])),
+    }
+    for name, (posterior, count) in members.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            draws = posterior.to_arviz()["posterior"]["net.0.bias"]
+        assert draws.shape[:2] == (1, count), name
+    assert runs[1].to_arviz()["posterior"]["net.0.bias"].shape[:2] == (CHAINS, DRAWS)
+
+
 def test_weights_reach_arviz_by_resampling() -> None:
     """Means of an export are the weighted ones to 1/count. With as many draws of each chain, as of chains that were
     not resampled, they were off by more than a weighted standard deviation."""
