@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
 from lightning_sgmcmc.health.estimates import Estimates
-from lightning_sgmcmc.health.findings import SMALLER_LR, Finding, FindingKind
+from lightning_sgmcmc.health.findings import SMALLER_LR, STILL_FALLING, Finding, FindingKind
 from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
 from lightning_sgmcmc.planning.plan import COLD_BELOW, COOL_SHARE, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
@@ -129,6 +129,12 @@ class RunFacts:
     def is_flattened(self) -> bool:
         """Whether a contour flattens the density of energies."""
         return self.contour is not None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether energies of equilibrium keep their mean: cycles start anew, a flat histogram of energies is a walk,
+        and a moved prior moves its constant."""
+        return not (self.is_cyclical or self.is_flattened or self.has_moved_prior)
 
     @property
     def chance_energy(self) -> float | None:
@@ -281,7 +287,9 @@ def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> F
         f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per example, and guessing by the "
         f"{known} has {facts.chance_nll:.3g}"
     )
-    remedy = f"{SMALLER_LR} and start again, since dead units do not recover"
+    remedy = f"{SMALLER_LR} and start again, since dead units do not recover" if facts.has_hidden else SMALLER_LR
+    if facts.is_steady and estimates.is_cooling():
+        remedy = STILL_FALLING
     is_heated = any(finding.is_heat for finding in report.findings)
     if heat is not None and chance is not None and heat > HOT_SHARE * chance and not is_heated:
         remedy = _cooler(report, heat, chance)

@@ -381,3 +381,33 @@ def test_energy_of_a_chain_that_still_falls() -> None:
     (finding,) = [finding for finding in module.health.findings if finding.kind == FindingKind.ENERGY]
     assert "fallen" in finding.sentence
     assert "longer burn-in" in finding.remedy
+
+
+@pytest.mark.parametrize("chains", [1, 4])
+@pytest.mark.parametrize(
+    ("sampler", "share", "remedy"),
+    [
+        pytest.param(functools.partial(SGHMC, friction=0.05), 1e-5, "longer burn-in", id="SGHMC falls"),
+        pytest.param(SGLD, 2e-5, "longer burn-in", id="SGLD at chance"),
+        pytest.param(functools.partial(SGHMC, friction=0.05), 3.2, "smaller lr", id="SGHMC too large"),
+        pytest.param(SGLD, 1.4, "smaller lr", id="SGLD too large"),
+    ],
+)
+def test_a_chain_that_still_falls_is_not_told_to_take_smaller_steps(
+    sampler: Any, share: float, remedy: str, chains: int
+) -> None:
+    """The start's heat is in the momenta too, and a model that has not been fitted yet is at chance."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(100, 2, generator=generator)
+    target = inputs @ torch.tensor([[2.0], [-1.5]]) + 0.5 * torch.randn(100, 1, generator=generator)
+    curvature = float(torch.linalg.eigvalsh(inputs.T @ inputs / 0.25 + torch.eye(2)).max())
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 1, bias=False)
+    options = {"lr": share * 100 / curvature, "seed": 0, "num_chains": chains}
+    module = BayesianModule(net, Gaussian(0.5), GaussianPrior(1.0), sampler=sampler, **options)
+    callbacks = [SamplingSchedule(burn_in_steps=300, every_n_steps=5), ChainHealth(warn=False)]
+    data = DatasetDataModule(TensorDataset(inputs, target), batch_size=100)
+    quiet_trainer(max_steps=1500, callbacks=callbacks).fit(module, datamodule=data)
+    assert module.health is not None
+    assert remedy in module.health.advice
+    assert ("smaller lr" in module.health.advice) == (remedy == "smaller lr")
