@@ -24,6 +24,8 @@ AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
 LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
+FEWEST_DRAWS = 20
+"""With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
 LOST_SHARE = 0.25
 """A target has too many parameters for the data if its thermal energy is `HOT_SHARE` of the energy of chance, and its
 samples lose this share."""
@@ -226,7 +228,13 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
         return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
     if tau < 1:
         return COLD, f"the target's temperature is {tau:.3g}, the posterior's 1"
-    return POSTERIOR, f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
+    reason = f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
+    if facts.num_chains > 1 and facts.predictions is None and not facts.is_cyclical:
+        reason += (
+            f"; whether its {facts.num_chains} chains agree was not measured, for which pass BayesianModelAverage with "
+            f"validation data, and draw {FEWEST_DRAWS} samples of each chain"
+        )
+    return POSTERIOR, reason
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
