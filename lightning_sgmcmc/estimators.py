@@ -290,6 +290,11 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         given = as_series(y)
         y = _targets(type(self).__name__, y, numeric=False)
         check_consistent_length(x, y)
+        if y.ndim > 1:
+            raise ValueError(
+                f"y has the shape {y.shape}, and must have one label a row: pass y.argmax(1) of one-hot labels, and "
+                "for several labels scikit-learn's MultiOutputClassifier of this estimator"
+            )
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:

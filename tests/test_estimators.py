@@ -288,6 +288,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for likelihood in (Weibull(), Censored(Weibull())):
         with pytest.raises(TypeError, match="bounds or positive numbers"):
             BayesianRegressor(likelihood=likelihood).fit(np.ones((9, 1)), np.ones(9))
+    for several in (np.eye(2, dtype=int)[np.arange(200) % 2], np.full((200, 2), "a")):
+        with pytest.raises(ValueError, match=r"y has the shape \(200, 2\), and must have one label a row: .*argmax"):
+            BayesianClassifier().fit(X, several)
     with pytest.raises(ValueError, match="y has one class, 0:"):
         BayesianClassifier().fit(X, np.zeros(200, int))
     with pytest.raises(ValueError, match="X has 1 rows, of which validation takes 1: pass two or more"):

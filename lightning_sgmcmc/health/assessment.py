@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from lightning_sgmcmc.health.estimates import MIN_BATCHES, Estimates, Observations
-from lightning_sgmcmc.health.findings import SMALLER_AND_LONGER, Finding, FindingKind, Severity, Side
+from lightning_sgmcmc.health.findings import SMALLER_AND_LONGER, STILL_FALLING, Finding, FindingKind, Severity, Side
 from lightning_sgmcmc.health.report import HealthReport, TemperatureKind, Temperatures
 from lightning_sgmcmc.health.verdict import LEAST_SHARE, RunFacts, judge
 
@@ -137,8 +137,8 @@ class _Findings:
     def _remedy(self, kind: TemperatureKind, side: Side, off: Collection[str]) -> str:
         if side == "above" and self._noisy.keys() & set(off):
             return self._quieter()
-        if side == "above" and kind == "configurational" and self._estimates.drift() < 0:
-            return "use a longer burn-in, since the energy is still falling"
+        if side == "above" and self._facts.is_steady and self._estimates.is_cooling():
+            return STILL_FALLING
         if side == "above" and kind == "configurational" and self._is_kinetic_right(off):
             return "use a longer burn-in, since the kinetic temperature is right, or a smaller lr"
         return SMALLER_AND_LONGER if side == "above" else "use a longer burn-in or more friction"
@@ -186,9 +186,9 @@ class _Findings:
         return Finding(FindingKind.GRADIENT_NOISE, sentence, "above", tensor, self._quieter())
 
     def _energy(self) -> Finding | None:
-        drift, facts = self._estimates.drift(), self._facts
-        if drift == 0 or facts.is_cyclical or facts.is_flattened or facts.has_moved_prior:
-            return None  # cycles start anew, a flat histogram of energies is a walk, a moved prior moves its constant
+        drift = self._estimates.drift()
+        if drift == 0 or not self._facts.is_steady:
+            return None
         first, second = self._estimates.energy_halves()
         side: Side = "below" if drift < 0 else "above"
         sentence = (

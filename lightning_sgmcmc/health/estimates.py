@@ -191,24 +191,35 @@ class Estimates:
 
     def energy_halves(self) -> tuple[float, float]:
         """Return the mean energies of the earlier and the later half of the batches."""
-        half = len(self.counts) // 2
-        energies, counts = self.observations.energies, self.counts
-        parts = slice(None, half), slice(half, None)
-        first, second = (float((energies[p] * counts[p]).sum() / counts[p].sum()) for p in parts)
-        return first, second
+        return self._halves(self.observations.energies)
 
     def drift(self) -> float:
         """Return the sign of the energy's drift, or 0 if it is not certainly beyond the tolerance."""
         first, second = self.energy_halves()
         return 0.0 if abs(second - first) < self._drift_slack() else math.copysign(1.0, second - first)
 
+    def is_cooling(self) -> bool:
+        """Return whether the energy or the kinetic temperature certainly falls: heat of a start, not of the steps."""
+        kinetic = self.observations.values[:, KINETIC] @ (self._numels / self._numels.sum())
+        first, second = self._halves(kinetic)
+        return self.drift() < 0 or first - second > self._error_of_halves(kinetic) + self.tolerance
+
+    def _halves(self, values: Tensor) -> tuple[float, float]:
+        half, counts = len(self.counts) // 2, self.counts
+        parts = slice(None, half), slice(half, None)
+        first, second = (float((values[p] * counts[p]).sum() / counts[p].sum()) for p in parts)
+        return first, second
+
     def _drift_slack(self) -> float:
-        counts = self.counts
-        half = len(counts) // 2
-        residuals = _without_trend(self.observations.energies, counts)
-        errors = [float(mean_and_error(residuals[p], counts[p])[1]) for p in (slice(None, half), slice(half, None))]
         thermal = self.tolerance * self.tau * self.observations.dimension / 2
-        return student_quantile(self._probability, half - 1) * math.hypot(*errors) + thermal
+        return self._error_of_halves(self.observations.energies) + thermal
+
+    def _error_of_halves(self, values: Tensor) -> float:
+        """Return by how much the means of two halves may differ by chance, a straight line apart."""
+        half, counts = len(self.counts) // 2, self.counts
+        residuals = _without_trend(values, counts)
+        errors = [float(mean_and_error(residuals[p], counts[p])[1]) for p in (slice(None, half), slice(half, None))]
+        return student_quantile(self._probability, half - 1) * math.hypot(*errors)
 
 
 def _without_trend(values: Tensor, counts: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, Chains
 from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.health.verdict import AverageGrowth, RunFacts
+from lightning_sgmcmc.health.verdict import FEWEST_DRAWS, AverageGrowth, RunFacts
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.state import held_rows, without_held
@@ -19,8 +19,6 @@ from lightning_sgmcmc.tensors import widest
 
 RHAT_FALSE_ALARMS = 0.01
 """Probability that the worst R-hat of chains of one law is a finding."""
-FEWEST_DRAWS = 20
-"""With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
 
 
 def facts_of(

@@ -11,6 +11,8 @@ Severity = Literal["problem", "note"]
 SMALLER_LR = "use a smaller lr (`sgmcmc tune` finds one)"
 SMALLER_AND_LONGER = "use a smaller lr (`sgmcmc tune` finds one) in a run that is longer by the same factor"
 """Against excess variance: smaller steps alone would train and mix less."""
+STILL_FALLING = "use a longer burn-in, since the energy is still falling"
+"""Against what is left of the start: a smaller step would leave more of it."""
 
 
 class FindingKind(str, Enum):

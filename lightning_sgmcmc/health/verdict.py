@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
 from lightning_sgmcmc.health.estimates import Estimates
-from lightning_sgmcmc.health.findings import SMALLER_LR, Finding, FindingKind
+from lightning_sgmcmc.health.findings import SMALLER_LR, STILL_FALLING, Finding, FindingKind
 from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
 from lightning_sgmcmc.planning.plan import COLD_BELOW, COOL_SHARE, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
@@ -24,6 +24,8 @@ AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
 LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
+FEWEST_DRAWS = 20
+"""With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
 LOST_SHARE = 0.25
 """A target has too many parameters for the data if its thermal energy is `HOT_SHARE` of the energy of chance, and its
 samples lose this share."""
@@ -131,6 +133,12 @@ class RunFacts:
         return self.contour is not None
 
     @property
+    def is_steady(self) -> bool:
+        """Whether energies of equilibrium keep their mean: cycles start anew, a flat histogram of energies is a walk,
+        and a moved prior moves its constant."""
+        return not (self.is_cyclical or self.is_flattened or self.has_moved_prior)
+
+    @property
     def chance_energy(self) -> float | None:
         """N times the NLL of chance, None unless there are classes."""
         if self.num_data is None or self.chance_nll is None or not self.has_classes:
@@ -220,7 +228,13 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
         return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
     if tau < 1:
         return COLD, f"the target's temperature is {tau:.3g}, the posterior's 1"
-    return POSTERIOR, f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
+    reason = f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
+    if facts.num_chains > 1 and facts.predictions is None and not facts.is_cyclical:
+        reason += (
+            f"; whether its {facts.num_chains} chains agree was not measured, for which pass BayesianModelAverage with "
+            f"validation data, and draw {FEWEST_DRAWS} samples of each chain"
+        )
+    return POSTERIOR, reason
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -281,7 +295,9 @@ def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> F
         f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per example, and guessing by the "
         f"{known} has {facts.chance_nll:.3g}"
     )
-    remedy = f"{SMALLER_LR} and start again, since dead units do not recover"
+    remedy = f"{SMALLER_LR} and start again, since dead units do not recover" if facts.has_hidden else SMALLER_LR
+    if facts.is_steady and estimates.is_cooling():
+        remedy = STILL_FALLING
     is_heated = any(finding.is_heat for finding in report.findings)
     if heat is not None and chance is not None and heat > HOT_SHARE * chance and not is_heated:
         remedy = _cooler(report, heat, chance)

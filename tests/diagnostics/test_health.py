@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, GaussianPrior
-from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, GaussianPrior, StudentT
+from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.diagnostics.draws import (
     BatchMeans,
@@ -381,3 +381,54 @@ def test_energy_of_a_chain_that_still_falls() -> None:
     (finding,) = [finding for finding in module.health.findings if finding.kind == FindingKind.ENERGY]
     assert "fallen" in finding.sentence
     assert "longer burn-in" in finding.remedy
+
+
+@pytest.mark.parametrize("chains", [1, 4])
+@pytest.mark.parametrize(
+    ("sampler", "share", "remedy"),
+    [
+        pytest.param(functools.partial(SGHMC, friction=0.05), 1e-5, "longer burn-in", id="SGHMC falls"),
+        pytest.param(SGLD, 2e-5, "longer burn-in", id="SGLD at chance"),
+        pytest.param(functools.partial(SGHMC, friction=0.05), 3.2, "smaller lr", id="SGHMC too large"),
+        pytest.param(SGLD, 1.4, "smaller lr", id="SGLD too large"),
+    ],
+)
+def test_a_chain_that_still_falls_is_not_told_to_take_smaller_steps(
+    sampler: Any, share: float, remedy: str, chains: int
+) -> None:
+    """The start's heat is in the momenta too, and a model that has not been fitted yet is at chance."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(100, 2, generator=generator)
+    target = inputs @ torch.tensor([[2.0], [-1.5]]) + 0.5 * torch.randn(100, 1, generator=generator)
+    curvature = float(torch.linalg.eigvalsh(inputs.T @ inputs / 0.25 + torch.eye(2)).max())
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 1, bias=False)
+    options = {"lr": share * 100 / curvature, "seed": 0, "num_chains": chains}
+    module = BayesianModule(net, Gaussian(0.5), GaussianPrior(1.0), sampler=sampler, **options)
+    callbacks = [SamplingSchedule(burn_in_steps=300, every_n_steps=5), ChainHealth(warn=False)]
+    data = DatasetDataModule(TensorDataset(inputs, target), batch_size=100)
+    quiet_trainer(max_steps=1500, callbacks=callbacks).fit(module, datamodule=data)
+    assert module.health is not None
+    assert remedy in module.health.advice
+    assert ("smaller lr" in module.health.advice) == (remedy == "smaller lr")
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_chains_in_two_modes_are_found_or_said_not_to_be_compared(compared: bool) -> None:
+    """Half of the numbers are near 4, half near -4: Student's t has a mode at each, and no chain crosses."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.tensor([4.0, -4.0]).repeat(15)[:, None] + 0.3 * torch.randn(30, 1, generator=generator)
+    starts = [{"weight": torch.tensor([[mode]])} for mode in (4.0, -4.0)]
+    net, sampler = torch.nn.Linear(1, 1, bias=False), functools.partial(SGHMC, friction=0.05)
+    options = {"sampler": sampler, "lr": 0.02, "num_chains": 2, "chain_start": starts, "seed": 0}
+    module = BayesianModule(net, StudentT(2.5, 0.5), GaussianPrior(10.0), **options)
+    data = TensorDataset(torch.ones(30, 1), target)
+    loaders = DatasetDataModule(data, data if compared else None, batch_size=30)
+    callbacks = [SamplingSchedule(burn_in_steps=500, every_n_steps=20), ChainHealth(warn=False)]
+    callbacks += [SampleCollector(in_memory=True), BayesianModelAverage()] if compared else []
+    quiet_trainer(max_steps=3000, callbacks=callbacks).fit(module, datamodule=loaders)
+    report = module.health
+    assert report is not None
+    if compared:
+        assert FindingKind.CHAINS in [finding.kind for finding in report.findings]
+    assert ("BayesianModelAverage" in report.reason) != compared
