@@ -52,7 +52,7 @@ from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import pSGHMC
-from lightning_sgmcmc.schedules import WarmUpAndDecay
+from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 
 FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
 """Draws before the first change of a prior's scale and between later ones; share of draws after which it stays."""
@@ -64,8 +64,8 @@ LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 largest σ that this gives; the same at temperature 1."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
-LR_SHARE, LR_SHARE_OF_CLASSES = 0.1, 0.3
-"""Share of the first step size at which a stage of sampling ends, and that of cold samples of classes."""
+LR_SHARE_OF_CLASSES = 0.3
+"""Share of the first step size at which the cold samples of classes end; all others end at `LR_SHARE`."""
 WEIGHTS = "windows of the last draws, then stacking"
 """The rule of the samples' weights, for sentences."""
 UNITS = {"s": 1, "m": 60, "h": 3600}

@@ -232,6 +232,10 @@ class Patience:
         check_within("min_improvement", self.min_improvement, "[0, inf)")
 
 
+LR_SHARE = 0.1
+"""Share of the first step size at which a stage of `WarmUpAndDecay` ends, unless another is given."""
+
+
 @dataclass(frozen=True)
 class WarmUpAndDecay:
     """Optimization, then one stage of draws with a falling step size, and a second one if there is a last part.
@@ -239,9 +243,9 @@ class WarmUpAndDecay:
         lr_k = lr_0·max(0.02, [cos(π·(k-1)/W) + 1]/2) for k ≤ W,   lr_0·[e + (1-e)·(cos(π·u) + 1)/2] after
 
     K are the steps, W those of the warm-up, and u the elapsed share of the stage: of the other K - W, or of each part
-    of them. e is `lr_share`, and 0.1 in a last part. Each stage begins with a linear rise: over a tenth of the warm-up,
-    and over 30 steps. The draws are spread evenly over the steps after the warm-up; those of the last part, a share of
-    all steps, are `last_draw_steps`.
+    of them. e is `lr_share`, in a last part `LR_SHARE`. Each stage begins with a linear rise: over a tenth of the
+    warm-up, and over 30 steps. The draws are spread evenly over the steps after the warm-up; those of the last part, a
+    share of all steps, are `last_draw_steps`.
 
     >>> stages = WarmUpAndDecay(100, 0.2, 4)
     >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)
@@ -255,7 +259,7 @@ class WarmUpAndDecay:
     warm_up: float
     num_draws: int
     last_part: float = 0.0
-    lr_share: float = 0.1
+    lr_share: float = LR_SHARE
 
     def __post_init__(self) -> None:
         if self.total_steps - self.warm_steps < self.num_draws:
@@ -305,6 +309,6 @@ class WarmUpAndDecay:
             return max(0.02, (math.cos(math.pi * (step - 1) / warm) + 1) / 2) * min(1.0, step / (0.1 * warm))
         begin, end, least = warm, self.switch, self.lr_share
         if step > self.switch:
-            begin, end, least = self.switch, self.total_steps, 0.1
+            begin, end, least = self.switch, self.total_steps, LR_SHARE
         elapsed = (step - begin - 1) / (end - begin)
         return (least + (1 - least) / 2 * (math.cos(math.pi * elapsed) + 1)) * min(1.0, (step - begin) / 30)

@@ -102,17 +102,18 @@ def to_inference_data(
 
 def warn_of_temperature(records: Sequence[SampleRecord], for_scores: bool) -> None:
     """Warn of samples that are not of the posterior, which ArviZ takes all draws for."""
-    if not (others := sum(record.temperature != 1 for record in records)):
+    others = [record.temperature for record in records if record.temperature != 1]
+    if not others:
         return
-    values = ", ".join(f"{t:g}" for t in sorted({r.temperature for r in records if r.temperature != 1})[:4])
+    values = ", ".join(f"{temperature:g}" for temperature in sorted(set(others))[:4])
     wrong = "intervals are too narrow at a temperature below 1 and too wide above"
     remedy = "sample with temperature=1"
     if for_scores:
         wrong = "loo and waic of log_likelihood are wrong, too good at a temperature below 1"
         remedy = f"use posterior.evaluate(val) of validation data, or {remedy}"
     warnings.warn(
-        f"{others} of the {len(records)} samples are not of the posterior, which has temperature 1, but of temperature "
-        f"{values}, so ArviZ's {wrong}: {remedy}",
+        f"{len(others)} of the {len(records)} samples are not of the posterior, which has temperature 1, but of "
+        f"temperature {values}, so ArviZ's {wrong}: {remedy}",
         stacklevel=4,
     )
 

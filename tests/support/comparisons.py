@@ -36,8 +36,8 @@ def assert_equal_trees(first: Any, second: Any) -> None:
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
     """Return the places where two outcomes differ."""
     if isinstance(a, Tensor):
-        same = a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # a NaN is one in both
-        return [] if same else [path]
+        is_alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+        return [] if is_alike and bool(((a == b) | ((a != a) & (b != b))).all()) else [path]  # a NaN is one in both
     if isinstance(a, dict):
         if a.keys() != b.keys():
             return [f"{path} keys"]
