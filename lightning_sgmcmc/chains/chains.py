@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.execution import free_graphs, state_of
+from lightning_sgmcmc.chains.layers import check_hooks, explained, prepare_layers
 from lightning_sgmcmc.chains.layout import (
     ChainLayout,
     FitSeeds,
@@ -21,15 +22,7 @@ from lightning_sgmcmc.chains.layout import (
     leave_out_wrapper,
     share_in_group,
 )
-from lightning_sgmcmc.chains.stacked import (
-    StackedChains,
-    check_free,
-    check_hooks,
-    check_num_chains,
-    clip_each_chain,
-    explained,
-    prepare_layers,
-)
+from lightning_sgmcmc.chains.stacked import StackedChains, check_free, check_num_chains, clip_each_chain
 from lightning_sgmcmc.chains.starts import ChainStart, Sharing, check_start, start_chain
 from lightning_sgmcmc.chains.state import (
     Accumulation,
@@ -276,7 +269,7 @@ class Chains:
         self.energies = ChainEnergies(
             self.model, self.stacked, self.execution, self.compiles, num_data, self.trainable, flat, self.traces
         )
-        first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
+        first = self.energies.first_batches = FirstBatches(self.model, self.stacked, flat is not None)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
         # A data-parallel wrapper sees only the stacked parameters.
         self.energies.through_stack = _is_wrapped(trainer) and self.stacked is not None

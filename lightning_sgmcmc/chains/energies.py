@@ -1,7 +1,6 @@
-"""Ũ/N of several chains: one after another or all at once, compiled or not; and the densities that it is made of."""
+"""Ũ/N of several chains: one after another or all at once, compiled or not."""
 
 import operator
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,13 +11,11 @@ from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_alike
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
+from lightning_sgmcmc.chains.densities import Densities, vmap_refusal, weighed
 from lightning_sgmcmc.chains.execution import (
-    StatelessCall,
     convolutions_of,
     evaluation_mode,
-    has_norms,
     homes_of,
-    norms_for,
     state_of,
     unrolled_is_faster,
 )
@@ -26,13 +23,12 @@ from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.row_steps import Clip
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike
+from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike, check_gradient
 from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
-from lightning_sgmcmc.model import EnergyModel, check_shape, named_trainable, overrides
+from lightning_sgmcmc.model import EnergyModel, check_shape
 from lightning_sgmcmc.namespace import rank_zero_info
-from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.priors.state import held_rows, is_prior_state, prior_state, sampled_columns, without_held
+from lightning_sgmcmc.priors.state import is_prior_state, prior_state, sampled_columns, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.tensors import exact
@@ -167,6 +163,7 @@ class ChainEnergies:
         batch = self._usable(batch)
         looks = self.first_batches is not None and self.first_batches.takes(batch)
         factor = weigh()
+        self._rows.check_gradient(batch, factor)
         gradient, *found = self._rows.with_gradient(batch, factor, checks or looks)
         return self._step_of_rows(found, keeps_each, looks, factor), gradient
 
@@ -177,6 +174,7 @@ class ChainEnergies:
         batch = self._usable(batch)
         if self.first_batches is not None:
             self.first_batches.takes(batch)
+        self._rows.check_gradient(batch, factor)
         return self._rows(batch, factor)[1]
 
     @property
@@ -364,6 +362,7 @@ class RowEnergies:
         self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
         self._may_unroll = unrolled is None and chains is not None
         self._traced = TracedEnergies(self._energies, model) if traces else None
+        self._gradient_is_checked = False
         if traces and chains is not None and any(isinstance(part, nn.modules.conv._ConvNd) for part in model.modules()):
             self._unrolled = True  # on a CPU faster than grouped convolutions
 
@@ -390,6 +389,16 @@ class RowEnergies:
                 again = self._energies(self._flat.values, self._others, batch, axis, self._inverse, weight)
             check_alike(found[2], again[1])
         return found
+
+    def check_gradient(self, batch: Any, factor: float | None) -> None:
+        """Raise once, before the first step, if the traced gradient is not autograd's."""
+        if self._gradient_is_checked:
+            return
+        self._gradient_is_checked = True
+        batch, axis = self._with_its_axis(batch)
+        weight = None if factor is None else self._factor.fill_(factor)
+        others = {name: tensor.clone() for name, tensor in self._others.items()}  # which a forward pass may change
+        check_gradient(self._energies, self._flat.values, others, batch, axis, self._inverse, weight)
 
     def __call__(self, batch: Any, factor: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and
@@ -508,93 +517,5 @@ class RowEnergies:
         return replayed
 
 
-def weighed(each: Tensor, factor: Tensor | float | None) -> Tensor:
-    """Return the log-likelihood's part of -Ũ/N: the mean of log p(y|x,θ), or the sum times a factor, or the sum with a
-    weight of each datum, shape (n,)."""
-    if isinstance(factor, Tensor) and factor.dim() == 1:
-        return (each * factor).sum(-1)
-    return each.mean(-1) if factor is None else each.sum(-1) * factor
-
-
 def _of_prior(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if is_prior_state(name)}
-
-
-# -- densities ---------------------------------------------------------------------------------------------------------
-
-
-State = Mapping[str, Tensor]
-
-
-class Densities:
-    """log p(y|x,θ) and log p(θ) of a model as functions of tensors by name.
-
-    A `log_prior` of the user's own is a function of all tensors, and a `Prior` of its entries: the sampled parameters
-    without held rows, and the tensors of the prior. With `marginal` a `HierarchicalPrior`'s scales are integrated out.
-    """
-
-    def __init__(self, model: EnergyModel, marginal: bool = False) -> None:
-        self._model = model
-        self._prior = model.prior
-        self._likelihood = StatelessCall(model, type(model).log_likelihood)
-        self._own_prior = StatelessCall(model, type(model).log_prior)
-        self._has_norms = has_norms(model)
-        self._marginal = model.prior if marginal and isinstance(model.prior, HierarchicalPrior) else None
-        self.has_own_prior = overrides(model, "log_prior")
-        """Whether log p(θ) is a method of the user's and not the prior's."""
-        self._sampled = frozenset(named_trainable(model))
-        self.held = held_rows(model)
-        """The row of each parameter that is not sampled."""
-
-    def log_likelihood(self, state: State, batch: Any) -> Tensor:
-        """Return log p(y|x,θ) of each datum at a state, shape (n,)."""
-        each: Tensor = self._likelihood.call(state, batch)
-        return each
-
-    def log_likelihoods(
-        self, stacked: State, batch: Any, batch_axis: int | None = None, randomness: str = "different"
-    ) -> Tensor:
-        """Return log p(y|x,θ) of each datum at C states, shape (C, n); `batch_axis` is that of the states, if any."""
-        over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness=randomness)
-        with norms_for(self._has_norms):
-            each: Tensor = over_chains(stacked, batch)
-        return each
-
-    def log_prior(self, state: State) -> Tensor:
-        """Return log p(θ) at a state, shape ()."""
-        if not torch.is_grad_enabled():  # the prior is that of the tensors that require gradients
-            state = {name: t.detach().requires_grad_() if name in self._sampled else t for name, t in state.items()}
-        found: Tensor = self._own_prior.call(state)
-        return found
-
-    def log_priors(self, stacked: State, entries: State) -> Tensor:
-        """Return log p(θ) at C states, shape (C,); `entries` are what a prior is a function of."""
-        if self.has_own_prior:  # in torch.vmap no tensor requires gradients, and user's code can differentiate none
-            chains = zip(*(tensor.unbind(0) for tensor in stacked.values()), strict=True)
-            return torch.stack([self.log_prior(dict(zip(stacked, own, strict=True))) for own in chains])
-        return self._of_entries(entries, True)
-
-    def present_log_prior(self, sampled: State) -> Tensor:
-        """Return log p(θ) at the state that the model holds, shape (); `sampled` are its entries with held rows."""
-        if self.has_own_prior:
-            return self._model.log_prior()
-        return self._of_entries(without_held(sampled, self.held), False)
-
-    def _of_entries(self, entries: State, chains: bool) -> Tensor:
-        if self._marginal is not None:
-            return self._marginal.log_marginal(entries, chains=chains)
-        return self._prior.log_prob_of_chains(entries) if chains else self._prior.log_prob(entries)
-
-
-def vmap_refusal(error: RuntimeError, model: nn.Module) -> Exception:
-    """Return an error that names the layer that `torch.vmap` cannot run; the error itself for another cause."""
-    if "out of memory" in str(error) or type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
-        return error
-    names = {id(part): f"'{name}' ({type(part).__name__})" for name, part in model.named_modules() if name}
-    layer = "a layer"
-    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost one
-        layer = names.get(id(frame.f_locals.get("self")), layer)
-    return RuntimeError(
-        f"torch.vmap cannot run {layer} for all chains at once ({str(error).splitlines()[0]}): pass "
-        "chain_execution='loop' to the module, which runs one chain after another"
-    )

@@ -147,6 +147,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        module.train(modes[0][1])  # for what a user's train(mode) sets besides
         for part, training in modes:
             part.training = training
 

@@ -6,18 +6,15 @@ that chain alone), or all at once under `torch.vmap`.
 """
 
 import functools
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from lightning_sgmcmc.chains.execution import homes_of, put, restored
-from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.rows import FlatParameters
 
@@ -82,9 +79,13 @@ class StackedChains:
                 starts.append([tensor.detach().clone() for tensor in self.stacked])
                 for tensor, value in zip(self.stacked, given, strict=True):
                     tensor.copy_(value)
+        self._replaced: MutableMapping[str, Tensor] = WeakValueDictionary()
+        """The parameters that the stacked ones replace, as far as something else holds them."""
         for index, one in enumerate(self.stacked):
             stacked = torch.stack([start[index] for start in starts])
             is_parameter = isinstance(one, nn.Parameter)
+            if is_parameter:
+                self._replaced[self.names[index]] = one
             put(self.homes[index], nn.Parameter(stacked, one.requires_grad) if is_parameter else stacked)
         _note_shapes(module, {id(tensor) for tensor in self.stacked})
         self._dim = self.stacked[0].dim()
@@ -127,6 +128,10 @@ class StackedChains:
             {name: t for name, t in zip(self.names, slices, strict=True) if t.requires_grad or is_prior_state(name)}
             for slices in self._slices
         ]
+
+    def replaced(self) -> dict[int, str]:
+        """Return by their ids the names of the parameters that the stacked ones have replaced, where they are held."""
+        return {id(tensor): name for name, tensor in self._replaced.items()}
 
     @property
     def stacked(self) -> list[Tensor]:
@@ -247,6 +252,7 @@ class StackedChains:
             "of_prior": [],
             "_rows": None,
             "_arrived": None,
+            "_replaced": {},
         }
 
 
@@ -266,76 +272,6 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
     for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
         norm = nn.utils.get_total_norm(pieces)
         torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))
-
-
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
-def prepare_layers(model: nn.Module) -> None:
-    """Raise for layers that cannot be sampled, and let embeddings have dense gradients, as the prior's is."""
-    for name, part in model.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(
-                f"'{name}' is scripted by torch.jit, so its parameters cannot be replaced by a sample's: pass the "
-                "module that was scripted"
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.weight.requires_grad:
-            if part.max_norm is not None:
-                raise ValueError(
-                    f"'{name}' has max_norm={part.max_norm:g}, so each forward pass rescales rows of the weights, "
-                    "which the sampler does not know: omit max_norm (the prior bounds the weights), or freeze the layer"
-                )
-            if part.scale_grad_by_freq:
-                raise ValueError(
-                    f"'{name}' has scale_grad_by_freq=True, so its gradients are not those of the potential energy: "
-                    "pass scale_grad_by_freq=False, or freeze the layer"
-                )
-            part.sparse = False
-    for name, buffer in model.named_buffers():
-        if buffer.layout is not torch.strided:
-            raise ValueError(
-                f"the buffer '{name}' is a sparse tensor, which samples cannot hold: register it dense, or keep "
-                "it in a plain attribute"
-            )
-
-
-# -- hooks that change gradients --------------------------------------------------------------------------------------
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raise if a hook changes the gradient of something that is sampled, since the chain would not sample exp(-U)."""
-    for name, part in model.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            raise ValueError(
-                f"'{name or type(model).__name__}' has a backward hook, which may change gradients, and the chain "
-                f"would then not sample exp(-U): remove the hook before the fit. {FREEZE}"
-            )
-    for name, parameter in named_trainable(model).items():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            kind = "of register_post_accumulate_grad_hook, which may change"
-        elif any(_changes(hook, parameter) for hook in (parameter._backward_hooks or {}).values()):
-            kind = "(register_hook) that changes"
-        else:
-            continue
-        raise ValueError(
-            f"'{name}' has a hook {kind} its gradient, so the chain would not sample exp(-U), and entries that it "
-            f"masks would move by noise and prior: remove the hook before the fit. {FREEZE}"
-        )
-
-
-FREEZE = (
-    "To keep a tensor at its value call requires_grad_(False); to keep a part of one, hold that part in a buffer and "
-    "the rest in a parameter, and join them in forward"
-)
-
-
-def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
-    """Return whether a hook changes a made-up gradient, of both signs and many sizes."""
-    ramp = torch.linspace(-1e4, 1e4, parameter.numel() + parameter.numel() % 2).to(parameter)
-    gradient = ramp[: parameter.numel()].reshape(parameter.shape)
-    given = gradient.clone()
-    found = hook(given)
-    return not torch.equal(given, gradient) or (found is not None and not torch.equal(found, gradient))
 
 
 # -- embeddings with a padding row ------------------------------------------------------------------------------------
@@ -364,25 +300,3 @@ def _without_padding(
     indices = arguments[0] if arguments else named["input"]
     assert layer.padding_idx is not None
     return torch.where(indices.eq(layer.padding_idx)[..., None], output.detach(), output)
-
-
-# -- activation checkpointing -----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def explained(num_chains: int) -> Iterator[None]:
-    """Within the context an error of layers that run again in the backward pass says what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        file = checkpoint.checkpoint.__code__.co_filename
-        passed = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if num_chains == 1 or file not in passed:
-            raise
-        raise RuntimeError(
-            f"the network computes activations again in the backward pass (torch.utils.checkpoint), where its layers "
-            f"hold all {num_chains} chains: switch activation checkpointing off, or run one chain in each process "
-            "(num_chains=1 and Trainer(strategy='chains'))"
-        ) from error

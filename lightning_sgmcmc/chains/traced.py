@@ -18,6 +18,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sgmcmc.seeding import unchanged_generators
+
 Energies = tuple[Tensor, ...]
 MOST_FORMS = 8
 """Forms of batches that are traced; each takes some hundredths of a second."""
@@ -190,7 +192,7 @@ def _check_parts(parts: Parts, tensors: Sequence[Tensor], kept: int, expected: S
         steady = parts.before(*tensors[:kept])
         found = [*parts.after(*steady, *tensors[kept:]), parts.first(*steady, *tensors[kept:])]
     except RuntimeError as error:
-        raise NotTraceableError(str(error).split("\n")[0][:150]) from error
+        raise NotTraceableError(_first_line(error)) from error
     for value, wanted in zip(found, [*expected, expected[0]], strict=True):
         size = wanted.abs().max() if wanted.numel() and wanted.isfinite().all() else 1.0
         if not torch.allclose(value, wanted, rtol=1e-3, atol=1e-5 * float(size), equal_nan=True):
@@ -273,6 +275,25 @@ def with_gradient(function: Callable[..., Energies], values: Tensor, *given: Any
     return gradient, *found
 
 
+def check_gradient(function: Callable[..., Energies], values: Tensor, *given: Any) -> None:
+    """Raise unless `with_gradient` finds autograd's gradient: where activations are computed again, it does not."""
+    leaf = values.detach().requires_grad_()
+    try:
+        with unchanged_generators([values.device]):
+            gradient, *_ = with_gradient(function, values, *given)
+        with unchanged_generators([values.device]), torch.enable_grad():
+            (expected,) = torch.autograd.grad(function(leaf, *given)[0], leaf)
+    except Exception as error:  # whatever the user's code raises, it is run as it is
+        raise NotTraceableError(_first_line(error)) from error
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    if not torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True):
+        raise NotTraceableError("torch.func.grad does not find the gradient that autograd finds")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:150]
+
+
 class Recorder(TorchDispatchMode):
     """Writes down the tensor operations that are made while it is entered, in a tenth of `make_fx`'s time.
 
@@ -342,7 +363,7 @@ def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module)
     except NotTraceableError:
         raise
     except Exception as error:  # whatever the user's code raises in a trace, it is run as it is
-        raise NotTraceableError(str(error).strip().split("\n")[0][:150]) from error
+        raise NotTraceableError(_first_line(error)) from error
     for part, attributes in before.items():
         now = vars(part)
         changed = [name for name in now if name not in attributes or now[name] is not attributes[name]]

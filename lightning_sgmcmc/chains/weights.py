@@ -14,6 +14,7 @@ from lightning_sgmcmc.batches.inputs import fault_of_tokens
 from lightning_sgmcmc.batches.loader import ChainBatches, flat_loaders
 from lightning_sgmcmc.batches.rows import TrainingRows, contradiction, training_rows
 from lightning_sgmcmc.chains.execution import evaluation_mode, undisturbed_generators
+from lightning_sgmcmc.chains.layers import ForwardPasses
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
@@ -40,9 +41,10 @@ SIGN_LOOKS = 3
 class FirstBatches:
     """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later."""
 
-    def __init__(self, model: EnergyModel, chains: StackedChains | None) -> None:
+    def __init__(self, model: EnergyModel, chains: StackedChains | None, are_rows: bool = False) -> None:
         self._model = model
         self._chains = chains
+        self._passes = ForwardPasses(model, chains, are_rows)
         self._seen = 0
         self.counted: int | None = None
         """Data that the likelihood counts in the first batch."""
@@ -71,6 +73,7 @@ class FirstBatches:
         self._seen += 1
         if self._seen & (self._seen - 1):
             return False
+        self._passes.look(batch[0] if isinstance(batch, ChainBatches) else batch)
         low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)

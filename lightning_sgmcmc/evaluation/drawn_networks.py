@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.orders import Permutation
 from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.energies import Densities, weighed
+from lightning_sgmcmc.chains.densities import Densities, weighed
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of, reseed_all, seeded_batches, undisturbed
 from lightning_sgmcmc.model import EnergyModel

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.rows import rows_of
-from lightning_sgmcmc.chains.energies import Densities, vmap_refusal
+from lightning_sgmcmc.chains.densities import Densities, vmap_refusal
 from lightning_sgmcmc.chains.execution import state_of
+from lightning_sgmcmc.chains.layers import check_hooks
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.chains.stacked import check_hooks
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.datamodules.base import TensorBatches, evaluation_loader

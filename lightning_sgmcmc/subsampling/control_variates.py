@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, RunCost, SamplerCallback, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import ChainModel, Chains
-from lightning_sgmcmc.chains.energies import Densities, weighed
+from lightning_sgmcmc.chains.densities import Densities, weighed
 from lightning_sgmcmc.chains.execution import evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.chains.row_steps import ControlVariate
 from lightning_sgmcmc.chains.schedule import is_warming_up

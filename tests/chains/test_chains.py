@@ -55,13 +55,10 @@ def test_each_chain_is_bit_for_bit_the_chain_alone(options: dict[str, Any], trai
 
 
 class Skipping(Net):
-    """A network that leaves a parameter out every fourth time."""
-
-    calls = 0
+    """A network that leaves a parameter out for a fourth of the batches."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) if self.calls % 4 else self.net(x)
+        return super().forward(x) if int(1e4 * x.abs().sum()) % 4 else self.net(x)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
