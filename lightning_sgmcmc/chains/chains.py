@@ -269,7 +269,7 @@ class Chains:
         self.energies = ChainEnergies(
             self.model, self.stacked, self.execution, self.compiles, num_data, self.trainable, flat, self.traces
         )
-        first = self.energies.first_batches = FirstBatches(self.model, self.stacked, flat is not None)
+        first = self.energies.first_batches = FirstBatches(self.model, self.stacked, self.energies.are_rows)
         self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
         # A data-parallel wrapper sees only the stacked parameters.
         self.energies.through_stack = _is_wrapped(trainer) and self.stacked is not None

@@ -99,6 +99,11 @@ class ChainEnergies:
             self._rows.follow(num_data)
 
     @property
+    def are_rows(self) -> bool:
+        """Whether the energies are a function of the parameters as rows."""
+        return self._rows is not None
+
+    @property
     def collects(self) -> bool:
         """Whether the slices hold the gradients after a backward pass."""
         return self._chains is not None and not self._vmapped and not self.through_stack and self._rows is None

@@ -114,7 +114,8 @@ class StatelessCall(nn.Module):
         super().__init__()
         self.module = module
         self._function = function
-        self._renamed = {expansion.name: expansion.slot for expansion in expansions_of(module)}
+        self._slots = _slots_of(module)
+        self._slots |= {expansion.name: [f"module.{expansion.slot}"] for expansion in expansions_of(module)}
         self._places = [
             (part, name) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None
         ]
@@ -131,12 +132,31 @@ class StatelessCall(nn.Module):
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
         """Call the function with the tensors of `state`, by the module's names, and the masks of its seed, if any."""
-        renamed = self._renamed
-        own = {f"module.{renamed.get(name, name)}": tensor for name, tensor in state.items() if name != MASK_SEED}
-        if len(own) == len(state):
-            return functional_call(self, own, args)
+        own = {
+            slot: tensor
+            for name, tensor in state.items()
+            if name != MASK_SEED
+            for slot in self._slots.get(name) or [f"module.{name}"]
+        }
+        if MASK_SEED not in state:
+            return functional_call(self, own, args, tie_weights=False)
         with masked(self.module, int(state[MASK_SEED])):
-            return functional_call(self, own, args)
+            return functional_call(self, own, args, tie_weights=False)
+
+
+def _slots_of(module: nn.Module) -> dict[str, list[str]]:
+    """Return by each tensor's name all names that it has; a layer in several places counts once.
+
+    With these functional_call need not look for them, and puts a layer's own tensors back, which it loses if a layer
+    has several names.
+    """
+    slots: dict[int, list[str]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, part in module.named_modules():
+            for key, tensor in getattr(part, kind).items():
+                if tensor is not None:
+                    slots.setdefault(id(tensor), []).append(f"{prefix}.{key}" if prefix else key)
+    return {name: [f"module.{slot}" for slot in names] for names in slots.values() for name in names}
 
 
 @contextmanager

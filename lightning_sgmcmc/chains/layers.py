@@ -195,7 +195,7 @@ class ForwardPasses:
                     f"each forward pass writes to '{name}', which the sampler does not know: leave the parameter as it "
                     "is, and use what is computed of it (torch.nn.utils.parametrize does so), or freeze it"
                 )
-        if any(_changes(hook, tensor) for tensor, hook in hooks.registered):
+        if any(_is_known_to_change(hook, tensor) for tensor, hook in hooks.registered):
             return (
                 "forward registers a hook (register_hook) that changes a gradient, so the chain would not sample "
                 "exp(-U): leave it out"
@@ -249,6 +249,8 @@ class ForwardPasses:
                     "an embedding has scale_grad_by_freq=True, so its gradients are not those of the potential energy: "
                     "leave it out"
                 )
+            if getattr(node, "_saved_sparse", False) and self._are_rows:
+                return "an embedding has sparse=True, and gradients here are dense, as the prior's is: leave it out"
             leaf = getattr(node, "variable", None)
             if not isinstance(leaf, nn.Parameter) or id(leaf) in known:
                 continue
@@ -265,6 +267,13 @@ class ForwardPasses:
                 "parameters in an nn.ParameterList; if it is to stay as it is, call requires_grad_(False)."
             )
         return None
+
+
+def _is_known_to_change(hook: Callable[[Tensor], Tensor | None], activation: Tensor) -> bool:
+    try:
+        return _changes(hook, activation)
+    except Exception:  # it is for the gradients of a backward pass
+        return False
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

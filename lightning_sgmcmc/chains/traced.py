@@ -322,6 +322,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.dynamic_output_shape in func.tags and (func is not ATEN.index.Tensor or _has_mask(args[1])):
+            raise NotTraceableError(f"its tensors' shapes depend on their numbers ({func})")
         found = func(*args, **kwargs)
         if func in LITERALS:
             return found  # a number in the code becomes a constant where it is used
@@ -353,6 +355,10 @@ class Recorder(TorchDispatchMode):
             self._constants.register_buffer(name, tensor)
             self._note(tensor, self.graph.get_attr(name))
         return self._nodes[id(tensor)]
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module) -> GraphModule:

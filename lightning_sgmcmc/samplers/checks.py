@@ -23,6 +23,11 @@ def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
             "parameters in half precision lose the injected noise to rounding: keep them in float32 and use "
             "Trainer(precision='bf16-mixed') or '16-mixed' instead of 'bf16-true' or '16-true'"
         )
+    if any(dtype.is_complex for dtype in dtypes):
+        raise ValueError(
+            f"parameters must be real numbers, got {sorted(map(str, dtypes))}: keep a complex one as two real numbers "
+            "each (torch.view_as_real), and use torch.view_as_complex(self.weight) in forward"
+        )
     if not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
         raise ValueError(f"parameters must all be float32 or all float64, got {sorted(map(str, dtypes))}")
     if len({p.device for p in parameters}) > 1:

@@ -1,0 +1,370 @@
+"""Networks that compute from more than their tensors and inputs are refused; others are as torch has them."""
+
+import functools
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, GaussianPrior
+from tests.support.trainers import quiet_trainer
+
+GENERATOR = torch.Generator().manual_seed(5)
+INPUTS = torch.randn(24, 6, generator=GENERATOR)
+TARGETS = INPUTS[:, :2].sin()
+LR, STEPS = 0.02, 24
+
+
+class Net(nn.Module):
+    """Two layers; subclasses add parts, and change what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.more()
+
+    def more(self) -> None: ...
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x).tanh()))
+
+
+class InList(Net):
+    def more(self) -> None:
+        self.weights = [self.b.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.a(x).tanh(), self.weights[0], self.b.bias)
+
+
+class InLambda(Net):
+    def more(self) -> None:
+        weight = self.a.weight
+        self.first = lambda x: F.linear(x, weight, self.a.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.first(x).tanh())
+
+
+class InPartial(Net):
+    def more(self) -> None:
+        self.first = functools.partial(F.linear, weight=self.a.weight, bias=self.a.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.first(x).tanh())
+
+
+class SharedMemory(Net):
+    def more(self) -> None:
+        scale = torch.ones(8)
+        self.p, self.q = nn.Parameter(scale), nn.Parameter(scale.view(8))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.p + self.q.sin()
+
+
+class BufferOfParameter(Net):
+    def more(self) -> None:
+        self.register_buffer("row", self.a.weight.detach()[0])
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * (1 + self.get_buffer("row").sum())
+
+
+class Expanded(Net):
+    def more(self) -> None:
+        self.p = nn.Parameter(torch.ones(1).expand(8))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.p
+
+
+class Clamps(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class ClampsData(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.a.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class Renorms(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.data = torch.renorm(self.a.weight.data, 2, 0, 0.3)
+        return super().forward(x)
+
+
+class Anneals(Net):
+    scale = 1.0
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.scale = max(0.1, 0.9 * self.scale)
+        return h * self.scale
+
+
+class SkipsALayer(Net):
+    """The first two passes are alike."""
+
+    def more(self) -> None:
+        self.count, self.c = 0, nn.Linear(8, 8)
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            if self.count % 3:
+                return h
+        return self.c(h)
+
+
+class KeepsAMean(Net):
+    def more(self) -> None:
+        self.mean = torch.zeros(8)
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return h - self.mean
+
+
+class ReversesAGradient(Net):
+    def between(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda gradient: -0.3 * gradient)
+        return h
+
+
+class CountsFrequencies(Net):
+    def more(self) -> None:
+        self.words = nn.Embedding(7, 8)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + F.embedding((h.detach()[:, 0] > 0).long(), self.words.weight, scale_grad_by_freq=True)
+
+
+REFUSED: dict[type[Net], str] = {
+    InList: "'net.b.weight' by another way than its name",
+    InLambda: "'net.a.weight' by another way",
+    InPartial: "'net.a.(weight|bias)' by another way",
+    SharedMemory: "'net.p' and 'net.q' share memory",
+    BufferOfParameter: "'net.(row|a.weight)' and 'net.(row|a.weight)' share memory",
+    Expanded: "elements of 'net.p' share memory",
+    Clamps: "writes to 'net.a.weight'",
+    ClampsData: "writes to 'net.a.weight'",
+    Renorms: "writes to 'net.a.weight'",
+    Anneals: "'net.scale', which each forward pass changes.*register_buffer",
+    SkipsALayer: "'net.count', which each forward pass changes",
+    KeepsAMean: "'net.mean', which each forward pass changes",
+    ReversesAGradient: "hook .*changes a gradient",
+    CountsFrequencies: "scale_grad_by_freq",
+}
+
+
+def fitted(net: nn.Module, chains: int, steps: int = STEPS, **options: Any) -> BayesianModule:
+    """Return a module after a fit at temperature 0, whose chains begin alike."""
+    module = BayesianModule(
+        net,
+        Gaussian(0.7),
+        GaussianPrior(1.5),
+        sampler=SGLD,
+        lr=LR,
+        temperature=0.0,
+        num_chains=chains,
+        chain_start="same",
+        seed=1,
+        **options,
+    )
+    quiet_trainer(max_steps=steps, max_epochs=-1).fit(module, DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4))
+    return module
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("make", REFUSED)
+def test_a_network_that_computes_from_more_is_refused_with_the_cause(make: type[Net], chains: int) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=REFUSED[make]):
+        fitted(make(), chains)
+
+
+class Hidden(Net):
+    def more(self) -> None:
+        self.parts = [nn.Linear(8, 8)]
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.parts[0](h)
+
+
+def test_a_layer_in_a_plain_list_is_named_by_its_shape() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=re.escape("parameter of shape (8, 8) that is not registered")):
+        fitted(Hidden(), 1)
+    frozen = Hidden()
+    frozen.parts[0].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not registered")
+        fitted(frozen, 1)
+
+
+# -- what torch has ----------------------------------------------------------------------------------------------------
+
+
+class ThreeTimes(Net):
+    """One layer is registered three times."""
+
+    def more(self) -> None:
+        self.c = nn.Linear(8, 8)
+        self.parts = nn.ModuleList([self.c, self.c, nn.Sequential(self.c)])
+
+    def between(self, h: Tensor) -> Tensor:
+        for part in self.parts:
+            h = part(h).tanh()
+        return h
+
+
+class Tied(Net):
+    def more(self) -> None:
+        self.c, self.d = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.d.weight = self.c.weight
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.d(self.c(h).tanh())
+
+
+class Slices(Net):
+    """Two parameters of one storage, without a common element."""
+
+    def more(self) -> None:
+        base = torch.randn(4, 16)
+        self.p, self.q = nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.p.sum(0) + self.q.mean(0)
+
+
+class Masked(Net):
+    """Shapes depend on a batch's numbers."""
+
+    def more(self) -> None:
+        self.c = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mask = self.a(x).tanh(), x[:, 0] > 0
+        out = h.clone()
+        out[mask] = self.c(h[mask])
+        return self.b(out)
+
+
+class Counts(Net):
+    """A plain attribute that changes nothing, and features that are kept."""
+
+    count = 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.count += 1
+        self.features = h
+        return h
+
+
+class InBuffer(Net):
+    """Numbers of the passes before, where each chain has its own."""
+
+    def more(self) -> None:
+        self.register_buffer("mean", torch.zeros(8))
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+class OwnModes(Net):
+    """train(mode) sets a number."""
+
+    scale = 1.0
+
+    def train(self, mode: bool = True) -> "OwnModes":
+        super().train(mode)
+        self.scale = 2.0 if mode else 1.0
+        return self
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.scale
+
+
+class Watches(Net):
+    """A hook that changes nothing."""
+
+    def between(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda gradient: None)
+        return h
+
+
+class Normed(Net):
+    def more(self) -> None:
+        self.a = parametrizations.weight_norm(self.a)
+
+
+def by_torch(net: nn.Module, steps: int) -> nn.Module:
+    """Return a network after as many steps of torch's SGD on the same loss."""
+    likelihood, prior = Gaussian(0.7), GaussianPrior(1.5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    net.train()
+    for step in range(steps):
+        rows = slice(4 * step % 24, 4 * step % 24 + 4)
+        named = dict(net.named_parameters())
+        loss = -likelihood.log_prob(net(INPUTS[rows]), TARGETS[rows]).mean() - prior.log_prob(named) / 24
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 300), (2, 300)])
+@pytest.mark.parametrize("make", [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, Normed])
+def test_a_network_that_computes_from_its_tensors_is_as_torch_has_it(make: type[Net], chains: int, steps: int) -> None:
+    """In Lightning's loop and, after 64 steps, in blocks."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(make())
+    expected = by_torch(nets[0], steps)
+    module = fitted(nets[1], chains, steps)
+    for chain in range(chains):
+        with module.at_chain(chain):
+            torch.testing.assert_close(module.net.state_dict(), expected.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+class Again(Net):
+    def more(self) -> None:
+        self.c = nn.Linear(8, 8)
+
+    def between(self, h: Tensor) -> Tensor:
+        return checkpoint(self.c, h, use_reentrant=True)
+
+
+def test_reentrant_checkpoints_are_refused_where_they_lose_gradients() -> None:
+    """In Lightning's loop one chain is as torch has it; in blocks and with two chains the sentence names a remedy."""
+    for chains, message in ((1, "use_reentrant=False"), (2, "switch activation checkpointing off")):
+        with pytest.raises(ValueError, match=message):
+            fitted(Again(), chains, 1_000)
+    torch.manual_seed(0)
+    expected = by_torch(Again(), STEPS)
+    torch.manual_seed(0)
+    found = fitted(Again(), 1, chain_execution="loop").net
+    torch.testing.assert_close(found.state_dict(), expected.state_dict())
