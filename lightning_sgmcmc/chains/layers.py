@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -61,10 +61,12 @@ def check_memory(model: nn.Module) -> None:
     """Raise if something that is sampled has numbers in common with another parameter or buffer, in memory."""
     sampled, held = named_trainable(model), dict[Any, list[tuple[int, int, str, Tensor]]]()
     for name, tensor in state_of(model).items():
-        if isinstance(tensor, UninitializedTensorMixin) or tensor.layout != torch.strided or tensor.numel() == 0:
+        if is_lazy(tensor) or tensor.layout != torch.strided or tensor.numel() == 0:
             continue
-        first = tensor.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset())
+        last = first + sum(
+            int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         place = tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr()
         held.setdefault(place, []).append((first, last, name, tensor))
     for tensors in held.values():
