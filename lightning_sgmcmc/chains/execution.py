@@ -395,17 +395,33 @@ class TogetherCall:
         return found
 
     def _one_by_one(self, states: States, args: tuple[Any, ...]) -> Iterator[Any]:
-        if states.have_masks:
-            yield from (self._alone.call(state, *args) for state in states.each)
-            return
         places = homes_of(self._module)
         for expansion in expansions_of(self._module):  # expanded layers take their plain weights
             places[expansion.name] = [(expansion.rule._buffers, PLAIN)]
-        with restored(places.values()):
-            for state in states.each:
-                for name, tensor in state.items():
-                    put(places.get(name, ()), tensor)
-                yield self._function(self._module, *args)
+        changes = True  # the network may change its inputs in place, as the first state's call tells
+        with nullcontext() if states.have_masks else restored(places.values()):
+            for index, state in enumerate(states.each):
+                own = copied(args) if changes else args
+                if states.have_masks:
+                    result = self._alone.call(state, *own)
+                else:
+                    for name, tensor in state.items():
+                        put(places.get(name, ()), tensor)
+                    result = self._function(self._module, *own)
+                if index == 0:
+                    changes = not same_numbers(own, args)
+                yield result
+
+
+def copied(values: Any) -> Any:
+    """Return a tree of values with copies of its tensors."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, values)
+
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """Return whether the tensors of two trees have the same numbers; a NaN is another one."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and a.layout == torch.strided)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_sgmcmc.chains.execution import StatelessCall, state_of
+from lightning_sgmcmc.chains.execution import StatelessCall, copied, same_numbers, state_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, named_trainable
 from lightning_sgmcmc.namespace import rank_zero_warn
@@ -154,6 +155,8 @@ class ForwardPasses:
         self._model, self._chains, self._are_rows = model, chains, are_rows
         self._call = StatelessCall(model, type(model).log_likelihood)
         self._seen = 0
+        self.change_inputs = False
+        """Whether the network has changed its inputs in place."""
 
     def look(self, batch: Any) -> None:
         """Look at the pass of a batch of the first chain, and leave the model as it is.
@@ -223,8 +226,11 @@ class ForwardPasses:
                 passed[name] = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
             else:
                 passed[name] = nn.Parameter(tensor.detach() if large else tensor.detach().clone())
+        given = copied(batch)
         with unchanged_generators([self._model.device]):
-            return self._call.call(passed, batch), passed
+            each = self._call.call(passed, given)
+        self.change_inputs |= not same_numbers(given, batch)
+        return each, passed
 
     def _fault_of_graph(self, each: Tensor, passed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
         """Return what in a result's graph makes its gradient another one than the passed tensors'; None for nothing."""
@@ -307,7 +313,7 @@ class _Attributes:
             (name, key, value, value.detach().clone())
             for name, _, held in self._before
             for key, value in held.items()
-            if type(value) is Tensor
+            if type(value) is Tensor and value.numel() <= LARGE and not is_functorch_wrapped_tensor(value)
         ]
 
     def changed(self) -> list[str]:

@@ -13,7 +13,7 @@ from lightning_sgmcmc import likelihoods
 from lightning_sgmcmc.batches.inputs import fault_of_tokens
 from lightning_sgmcmc.batches.loader import ChainBatches, flat_loaders
 from lightning_sgmcmc.batches.rows import TrainingRows, contradiction, training_rows
-from lightning_sgmcmc.chains.execution import evaluation_mode, undisturbed_generators
+from lightning_sgmcmc.chains.execution import copied, evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.chains.layers import ForwardPasses
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stacked import StackedChains
@@ -62,6 +62,11 @@ class FirstBatches:
         """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""
 
     @property
+    def change_inputs(self) -> bool:
+        """Whether the network changes its inputs in place, so that each chain needs a copy of a shared batch."""
+        return self._passes.change_inputs
+
+    @property
     def is_looking(self) -> bool:
         """Whether some of the coming batches are looked at."""
         return self._seen < LAST
@@ -74,6 +79,8 @@ class FirstBatches:
         if self._seen & (self._seen - 1):
             return False
         self._passes.look(batch[0] if isinstance(batch, ChainBatches) else batch)
+        if self.change_inputs:
+            batch = ChainBatches(copied([*batch])) if isinstance(batch, ChainBatches) else copied(batch)
         low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)

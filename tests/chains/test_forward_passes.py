@@ -1,6 +1,7 @@
 """Networks that compute from more than their tensors and inputs are refused; others are as torch has them."""
 
 import functools
+import math
 import re
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, GaussianPrior
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from tests.support.trainers import quiet_trainer
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -315,9 +317,19 @@ class Watches(Net):
         return h
 
 
+class HalvesInputs(Net):
+    """It changes its inputs in place, each time again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
 class Normed(Net):
     def more(self) -> None:
         self.a = parametrizations.weight_norm(self.a)
+
+
+HELD = [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, HalvesInputs, Normed]
 
 
 def by_torch(net: nn.Module, steps: int) -> nn.Module:
@@ -328,7 +340,7 @@ def by_torch(net: nn.Module, steps: int) -> nn.Module:
     for step in range(steps):
         rows = slice(4 * step % 24, 4 * step % 24 + 4)
         named = dict(net.named_parameters())
-        loss = -likelihood.log_prob(net(INPUTS[rows]), TARGETS[rows]).mean() - prior.log_prob(named) / 24
+        loss = -likelihood.log_prob(net(INPUTS[rows].clone()), TARGETS[rows]).mean() - prior.log_prob(named) / 24
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -336,7 +348,7 @@ def by_torch(net: nn.Module, steps: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 300), (2, 300)])
-@pytest.mark.parametrize("make", [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, Normed])
+@pytest.mark.parametrize("make", HELD)
 def test_a_network_that_computes_from_its_tensors_is_as_torch_has_it(make: type[Net], chains: int, steps: int) -> None:
     """In Lightning's loop and, after 64 steps, in blocks."""
     nets = []
@@ -348,6 +360,24 @@ def test_a_network_that_computes_from_its_tensors_is_as_torch_has_it(make: type[
     for chain in range(chains):
         with module.at_chain(chain):
             torch.testing.assert_close(module.net.state_dict(), expected.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+def test_samples_predict_from_the_inputs_as_they_were_given() -> None:
+    torch.manual_seed(0)
+    module = BayesianModule(HalvesInputs(), Gaussian(0.7), lr=1e-2, num_chains=2, seed=1)
+    callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(in_memory=True)]
+    loader = DataLoader(TensorDataset(INPUTS.clone(), TARGETS), batch_size=5)
+    trainer = quiet_trainer(max_steps=12, callbacks=callbacks)
+    trainer.fit(module, loader)
+    given = INPUTS.clone()
+    found = module.posterior.predict(given)
+    outputs = torch.stack([net.eval()(INPUTS.clone()) for net in module.posterior.networks()])
+    torch.testing.assert_close(found.mean, outputs.mean(0).detach(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(given, INPUTS)
+    likelihood = Gaussian(0.7)
+    each = torch.stack([likelihood.log_prob(output, TARGETS) for output in outputs])
+    nll = -(each.logsumexp(0) - math.log(len(each))).mean()
+    assert math.isclose(module.posterior.evaluate(loader).running[-1]["nll"], nll, rel_tol=1e-4)
 
 
 class Again(Net):
