@@ -134,7 +134,7 @@ def test_steps_that_an_error_cuts_short_are_not_made(optimizes: bool, monkeypatc
         return [t.clone() for t in (steps._flat.values, *held, *own)]
 
     def cut(self: Any, rows: Any, parts: Any, steady: Any, of_steps: Any, *others: Any) -> Any:
-        made(self, rows, parts, steady, of_steps[: len(of_steps) // 2], *others)
+        made(self, rows, parts, steady, of_steps[: max(1, len(of_steps) // 2)], *others)
         raise StoppedError
 
     def spoiled(self: Any, *given: Any) -> Any:
