@@ -1,11 +1,13 @@
 """Calls of a module with the states of several samples: all at once, or one after another."""
 
+import copy
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CellType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -227,6 +229,44 @@ def undisturbed_generators(module: pl.LightningModule) -> Iterator[None]:
     """Restore torch's default generators, of the CPU and the module's device, at the end."""
     with unchanged_torch_generators([module.device]):
         yield
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+Copied = TypeVar("Copied")
+
+
+def copy_of(parts: Copied, memo: dict[int, Any] | None = None) -> Copied:
+    """Return a deep copy of a network, or of several things, with what `memo` has in the place of some of them.
+
+    Raises:
+        ValueError: if the network has a function that holds a part of it, which the copy would share.
+        TypeError: if a part of it cannot be copied.
+    """
+    for network in pytree.tree_leaves(parts):
+        if isinstance(network, nn.Module):
+            _check_functions(network)
+    try:
+        return copy.deepcopy(parts, memo)
+    except TypeError as error:
+        raise TypeError(
+            f"the network cannot be copied ({error}), as each sample's and each fit's own one is: keep such an object "
+            "outside of it, or define its __deepcopy__; posterior.predict makes no copy"
+        ) from error
+
+
+def _check_functions(network: nn.Module) -> None:
+    own = {id(part) for part in network.modules()} | {id(tensor) for tensor in state_of(network).values()}
+    for name, part in network.named_modules():
+        for leaf in pytree.tree_leaves(vars(part)):
+            cells = getattr(leaf, "__closure__", None) or ()
+            if any(id(cell.cell_contents) in own for cell in cells if cell != CellType()):
+                raise ValueError(
+                    f"'{name or type(network).__name__}' has a function ({leaf.__qualname__}) that holds a part of the "
+                    "network, so a copy, as each sample's and each fit's own one is, would compute with the present "
+                    "weights: make it a method; posterior.predict makes no copy"
+                )
 
 
 # -- together ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Last-layer Laplace approximations around samples, by the optional package laplace-torch."""
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.execution import MASK_SEED, network_state
+from lightning_sgmcmc.chains.execution import MASK_SEED, copy_of, network_state
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
@@ -81,7 +80,7 @@ def last_layer_laplace(
     if path is not None:
         known = getattr(posterior.store, "model_description", None) or describe_model(model)[0]
         into = whole_store(Path(path), known, posterior.store.columns)
-    network = collapse(copy.deepcopy(model)).eval()
+    network = collapse(copy_of(model)).eval()
     with into as store:
         store.columns = posterior.store.columns
         for sample in posterior:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
-from lightning_sgmcmc.chains.execution import MASK_SEED, borrowed, homes_of, network_state, state_of
+from lightning_sgmcmc.chains.execution import MASK_SEED, borrowed, copy_of, homes_of, network_state, state_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
 from lightning_sgmcmc.files import check_regular, local_path
@@ -96,7 +96,7 @@ def _with_tensors(
     # No tensor is copied with the modules: each is replaced below. What a forward pass left in them has a graph.
     left = [leaf for part in network.modules() for leaf in pytree.tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
     memo = {id(leaf): leaf.detach() for leaf in left if not leaf.is_leaf} | {id(t): t for t in own.values()}
-    parts: list[Any] = copy.deepcopy([network, model.likelihood], memo)
+    parts: list[Any] = copy_of([network, model.likelihood], memo)
     names = {id(tensor): name for name, tensor in own.items()}
     weights = {id(own[expansion.factors[0]]): expansion.name for expansion in expansions_of(model)}
     made: dict[str, Tensor] = {}

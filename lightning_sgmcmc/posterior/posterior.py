@@ -1,6 +1,5 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from torch import nn
 
 from lightning_sgmcmc.batches.inputs import is_object
 from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
+from lightning_sgmcmc.chains.execution import copy_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -155,7 +155,7 @@ class Posterior(Decisions):
             posterior = Posterior.from_states(torch.nn.Linear(4, 3), members, Categorical())
             prediction = posterior.predict(torch.randn(10, 4))
         """
-        model = EnergyModel(copy.deepcopy(net), likelihood, FlatPrior())
+        model = EnergyModel(copy_of(net), likelihood, FlatPrior())
         posterior = cls(samples_of_states(states, model), model)
         if weights is not None:
             given = exact(weights).reshape(-1)

@@ -1,6 +1,5 @@
 """A module and its data as what chains of Hamiltonian Monte Carlo need: energies, starts, samples."""
 
-import copy
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.rows import rows_of
 from lightning_sgmcmc.chains.densities import Densities, vmap_refusal
-from lightning_sgmcmc.chains.execution import state_of
+from lightning_sgmcmc.chains.execution import copy_of, state_of
 from lightning_sgmcmc.chains.layers import check_hooks
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -335,7 +334,7 @@ class Problem:
 def plain_copy(module: BayesianModule) -> BayesianModule:
     """Return a copy of a module without its collected samples."""
     memo: dict[int, Any] = {} if module.posterior is None else {id(module.posterior): None}
-    return copy.deepcopy(module, memo)
+    return copy_of(module, memo)
 
 
 def _copied(module: BayesianModule) -> BayesianModule:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks.schedule import SamplingSchedule
+from lightning_sgmcmc.chains.execution import copy_of
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.evaluation.passes import Kind
@@ -141,7 +142,7 @@ def learning_coefficient(
     fitted = pl.Trainer(**(options | {"callbacks": [schedule, callback, *options.get("callbacks", [])]}))
     chosen: dict[str, Any] = {"sampler": sampler, "lr": lr, "num_chains": num_chains, "seed": seed}
     chosen |= localized(_count(source), gamma, nbeta) | dict(module or {})
-    made = bayesianize(copy.deepcopy(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
+    made = bayesianize(copy_of(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
     fitted.fit(made, source)
     assert callback.result is not None, "the schedule has drawn samples"
     return callback.result
