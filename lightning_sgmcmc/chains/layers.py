@@ -136,6 +136,29 @@ def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool
     return not torch.equal(given, gradient) or (found is not None and not torch.equal(found, gradient))
 
 
+# -- looks at passes ---------------------------------------------------------------------------------------------------
+
+
+LOGS = ("log", "log_dict")
+
+
+def _ignore(*_: Any, **__: Any) -> None: ...
+
+
+@contextmanager
+def unlogged(model: nn.Module) -> Iterator[None]:
+    """Within the context what a model logs is dropped, since its step logs it."""
+    own = vars(model)
+    kept = {name: own.pop(name) for name in LOGS if name in own}
+    own.update(dict.fromkeys(LOGS, _ignore))
+    try:
+        yield
+    finally:
+        for name in LOGS:
+            del own[name]
+        own.update(kept)
+
+
 # -- the forward pass --------------------------------------------------------------------------------------------------
 
 LARGE = 2**22
@@ -170,7 +193,7 @@ class ForwardPasses:
         if model._compiled_net or (self._seen > 1 and self._is_large):
             return
         here = nullcontext() if chains is None else chains.at(0)
-        with here, unchanged_generators([model.device]), torch.enable_grad():
+        with here, unlogged(model), unchanged_generators([model.device]), torch.enable_grad():
             attributes = _Attributes(model)
             try:
                 fault = self._fault(batch, attributes)

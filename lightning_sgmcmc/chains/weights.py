@@ -14,7 +14,7 @@ from lightning_sgmcmc.batches.inputs import fault_of_tokens
 from lightning_sgmcmc.batches.loader import ChainBatches, flat_loaders
 from lightning_sgmcmc.batches.rows import TrainingRows, contradiction, training_rows
 from lightning_sgmcmc.chains.execution import copied, evaluation_mode, undisturbed_generators
-from lightning_sgmcmc.chains.layers import ForwardPasses
+from lightning_sgmcmc.chains.layers import ForwardPasses, unlogged
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
@@ -154,7 +154,7 @@ def _explain(model: EnergyModel, batch: Any, error: RuntimeError) -> None:
 def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any) -> Iterator[Any]:
     """Within the context, which has the first chain's batch, the model is that chain in evaluation mode."""
     at_first = chains.at(0) if chains is not None else nullcontext()
-    with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
+    with torch.no_grad(), unlogged(model), undisturbed_generators(model), evaluation_mode(model), at_first:
         yield batch[0] if isinstance(batch, ChainBatches) else batch
 
 

@@ -348,7 +348,7 @@ class Posterior(Decisions):
 
         Raises:
             RuntimeError: if there are no samples, or no model.
-            ValueError: if a sample is damaged, or the samples are dropout masks.
+            ValueError: if a sample is damaged, the samples are dropout masks, or a lambda or hook holds the layers.
         """
         return (network for network, _ in plain_networks(self.store, self._ready_model()))
 

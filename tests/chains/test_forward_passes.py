@@ -380,6 +380,26 @@ def test_samples_predict_from_the_inputs_as_they_were_given() -> None:
     assert math.isclose(module.posterior.evaluate(loader).running[-1]["nll"], nll, rel_tol=1e-4)
 
 
+class Logs(BayesianModule):
+    """It logs in its likelihood."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        each = super().log_likelihood(batch)
+        if self.training:
+            self.log("mean", batch[0].mean(), on_step=False, on_epoch=True)
+            self.log_dict({"ones": 1.0}, on_step=False, on_epoch=True, reduce_fx="sum")
+        return each
+
+
+def test_what_a_likelihood_logs_is_logged_once_a_step() -> None:
+    torch.manual_seed(0)
+    module = Logs(Net(), Gaussian(0.7), lr=1e-2, seed=1)
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(module, DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4))
+    assert trainer.callback_metrics["ones"] == 6
+    torch.testing.assert_close(trainer.callback_metrics["mean"], INPUTS.mean())
+
+
 class Again(Net):
     def more(self) -> None:
         self.c = nn.Linear(8, 8)
