@@ -14,9 +14,10 @@ from lightning_sgmcmc.batches.inputs import inputs_of
 from lightning_sgmcmc.batches.loader import flat_loaders, is_shuffled
 from lightning_sgmcmc.chains.callback import Place, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, grouped, runs_at_once, state_of
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
 from lightning_sgmcmc.chains.schedule import require_schedule, target_of
+from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, grouped, runs_at_once
 from lightning_sgmcmc.chains.trainer import is_finished
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, UserMetrics

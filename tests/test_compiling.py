@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from lightning_sgmcmc import compiling
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains import energies, execution
+from lightning_sgmcmc.chains import energies, together
 from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.samplers import rows as fused
@@ -186,7 +186,7 @@ def test_texts_are_evaluated_in_few_lengths(monkeypatch: pytest.MonkeyPatch) -> 
     module, batches = fit_texts(Config(), False), [batch_of(length) for length in LENGTHS]
     state = {name: tensor.detach() for name, tensor in state_of(module.eval()).items()}
     right = Scorer(module)([state], batches)[0]
-    monkeypatch.setattr(execution, "runs_at_once", lambda device: True)
+    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
     graphs, found = graphs_of(lambda: Scorer(module, compiled=True)([state], batches)[0], monkeypatch)
     assert graphs == 4
     torch.testing.assert_close(found, right)

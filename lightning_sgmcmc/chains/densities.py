@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.execution import StatelessCall, has_norms, norms_for
+from lightning_sgmcmc.chains.execution import StatelessCall
+from lightning_sgmcmc.chains.together import has_norms, norms_for
 from lightning_sgmcmc.model import EnergyModel, named_trainable, overrides
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import held_rows, without_held

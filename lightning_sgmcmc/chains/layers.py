@@ -17,10 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_sgmcmc.chains.execution import StatelessCall, copied, same_numbers, state_of
+from lightning_sgmcmc.chains.execution import StatelessCall, copied, fault_of_parameter, same_numbers, state_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, named_trainable
-from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.seeding import unchanged_generators
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -257,17 +256,10 @@ class ForwardPasses:
 
     def _fault_of_graph(self, each: Tensor, passed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
         """Return what in a result's graph makes its gradient another one than the passed tensors'; None for nothing."""
-        known = {id(tensor) for tensor in passed.values()}
         names = {id(tensor): name for name, tensor in own.items()}
         if self._chains is not None:
             names |= self._chains.replaced()
-        waiting, met = [each.grad_fn], set[Any]()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in met:
-                continue
-            met.add(node)
-            waiting += [following for following, _ in node.next_functions]
+        for node in _graph_of(each):
             if node.name() == "CheckpointFunctionBackward" and self._chains is not None:
                 return computed_again(self._chains.num_chains)
             if node.name() == "CheckpointFunctionBackward" and self._are_rows:
@@ -283,21 +275,20 @@ class ForwardPasses:
             if getattr(node, "_saved_sparse", False) and self._are_rows:
                 return "an embedding has sparse=True, and gradients here are dense, as the prior's is: leave it out"
             leaf = getattr(node, "variable", None)
-            if not isinstance(leaf, nn.Parameter) or id(leaf) in known:
-                continue
-            if id(leaf) in names:
-                return (
-                    f"the network reaches '{names[id(leaf)]}' by another way than its name, such as a list, a lambda "
-                    "or functools.partial, where no chain and no sample can put its own: use the attribute in forward "
-                    "(self.layer.weight), or keep it in an nn.ParameterList"
-                )
-            known.add(id(leaf))
-            rank_zero_warn(
-                f"The network uses a parameter of shape {tuple(leaf.shape)} that is not registered, as of a layer in a "
-                "plain list: it is not sampled, and samples do not have it. Keep layers in an nn.ModuleList, and "
-                "parameters in an nn.ParameterList; if it is to stay as it is, call requires_grad_(False)."
-            )
+            if isinstance(leaf, nn.Parameter) and (fault := fault_of_parameter(leaf, passed.values(), names)):
+                return fault
         return None
+
+
+def _graph_of(tensor: Tensor) -> Iterator[Any]:
+    """Yield the nodes of a tensor's graph, each once."""
+    waiting, met = [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
 
 
 def _is_known_to_change(hook: Callable[[Tensor], Tensor | None], activation: Tensor) -> bool:

@@ -15,14 +15,8 @@ from lightning_sgmcmc.batches.orders import Permutation
 from lightning_sgmcmc.batches.rows import TrainingRows, rows_of, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
-from lightning_sgmcmc.chains.execution import (
-    States,
-    TogetherCall,
-    evaluation_mode,
-    network_state,
-    state_of,
-    undisturbed_generators,
-)
+from lightning_sgmcmc.chains.execution import evaluation_mode, network_state, state_of, undisturbed_generators
+from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.evaluation.scoring import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn

@@ -14,8 +14,9 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.batches.inputs import digest, leaves_of
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall, borrowed
+from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
+from lightning_sgmcmc.chains.together import MOST, States, TogetherCall
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors, is_object
 from lightning_sgmcmc.batches.loader import is_shuffled
-from lightning_sgmcmc.chains.execution import dtype_of
 from lightning_sgmcmc.chains.samples import SampleRecord
+from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.scoring import hooked

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import warn_of_order
-from lightning_sgmcmc.chains.execution import StatelessCall, borrowed, dtype_of
+from lightning_sgmcmc.chains.execution import StatelessCall, borrowed
+from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.diagnostics.acquisition import (
     Acquisition,

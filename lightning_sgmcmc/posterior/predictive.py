@@ -23,20 +23,10 @@ from lightning_sgmcmc.batches.inputs import (
     leaves_of,
     with_decoder_inputs,
 )
-from lightning_sgmcmc.chains.execution import (
-    MASK_SEED,
-    MOST,
-    StatelessCall,
-    States,
-    TogetherCall,
-    borrowed,
-    dtype_of,
-    grouped,
-    network_state,
-    runs_at_once,
-)
+from lightning_sgmcmc.chains.execution import MASK_SEED, StatelessCall, borrowed, network_state
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.starts import Holder
+from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.drawn_networks import new_statistics

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
-from lightning_sgmcmc.chains.execution import States, TogetherCall, borrowed
+from lightning_sgmcmc.chains.execution import borrowed
+from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.evaluation.scoring import hooked
 from lightning_sgmcmc.model import EnergyModel

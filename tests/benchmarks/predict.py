@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, Posterior
-from lightning_sgmcmc.chains import execution as together
-from lightning_sgmcmc.chains.execution import States, TogetherCall
+from lightning_sgmcmc.chains import together
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.posterior.store import MemoryStore
 from lightning_sgmcmc.recipes.shared.resnet import resnet20
 from tests.benchmarks.timing import interleaved, ratios, timed

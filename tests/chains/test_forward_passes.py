@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, GaussianPrior
+from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, GaussianPrior, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.chains import together
 from tests.support.trainers import quiet_trainer
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -378,6 +379,21 @@ def test_samples_predict_from_the_inputs_as_they_were_given() -> None:
     each = torch.stack([likelihood.log_prob(output, TARGETS) for output in outputs])
     nll = -(each.logsumexp(0) - math.log(len(each))).mean()
     assert math.isclose(module.posterior.evaluate(loader).running[-1]["nll"], nll, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("make", [InList, InPartial])
+def test_networks_from_elsewhere_that_reach_a_parameter_otherwise_are_refused_in_predictions(
+    make: type[Net], at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would predict with the weights of the network that the states are put into."""
+    monkeypatch.setattr(together, "runs_at_once", lambda device: at_once)
+    posterior = Posterior.from_states(make(), [make() for _ in range(3)], Gaussian(0.7))
+    with pytest.raises(ValueError, match="by another way than its name"):
+        posterior.predict(INPUTS)
+    nets = [Net() for _ in range(3)]
+    found = Posterior.from_states(Net(), nets, Gaussian(0.7)).predict(INPUTS).mean
+    torch.testing.assert_close(found, torch.stack([net(INPUTS) for net in nets]).mean(0).detach())
 
 
 class Logs(BayesianModule):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains import execution as together
-from lightning_sgmcmc.chains.execution import MASK_SEED, StatelessCall, States, TogetherCall, grouped
+from lightning_sgmcmc.chains import together
+from lightning_sgmcmc.chains.execution import MASK_SEED, StatelessCall
+from lightning_sgmcmc.chains.together import States, TogetherCall, grouped
 
 SAMPLES, DATA = 5, 7
 

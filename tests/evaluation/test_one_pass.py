@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, CyclicalSchedule, MCDropout, SampleCollector
-from lightning_sgmcmc.chains import execution
+from lightning_sgmcmc.chains import together
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.evaluation import scoring
 from tests.support.problems import Data, Net
@@ -67,7 +67,7 @@ def test_all_samples_of_a_step_in_one_pass(tmp_path: Path, monkeypatch: pytest.M
     assert datamodule.validation.passes == drawings + own_validations
     assert datamodule.other.passes == drawings + 1, "and a check at the start"
 
-    monkeypatch.setattr(execution, "runs_at_once", lambda device: True)
+    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
     at_once, _ = run(tmp_path / "at once")
     assert numbers(alone) != numbers(at_once), "vmap was used"
     for one, other in zip(numbers(alone), numbers(at_once), strict=True):
@@ -84,12 +84,12 @@ def test_stored_samples_and_dropout_masks(tmp_path: Path, monkeypatch: pytest.Mo
     module, _ = run(tmp_path, MCDropout(2))
     seen = module.evaluations["val"].members
     assert len({(m["step"], m["chain"]) for m in seen}) * 2 == len(seen)
-    monkeypatch.setattr(execution, "runs_at_once", lambda device: True)
+    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
     datamodule = CountedData()
     average = BayesianModelAverage("harmonic", ood={"other": datamodule.other})
     trainer = quiet_trainer(limit_val_batches=2, callbacks=[average], default_root_dir=tmp_path)
     trainer.validate(module, datamodule=datamodule, verbose=False)
-    assert datamodule.validation.passes == -(-len(seen) // execution.MOST) + 1
+    assert datamodule.validation.passes == -(-len(seen) // together.MOST) + 1
     for one, other in zip(module.evaluations["val"].members, seen, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.chains import execution as together
+from lightning_sgmcmc.chains import together
 from lightning_sgmcmc.posterior import manifest, predictive
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.support.posteriors import MODULES, classifier, filled, in_memory, inputs
