@@ -261,7 +261,7 @@ class BayesianModelAverage(SamplerCallback):
         if module.posterior is None or len(module.posterior) == 0:
             raise RuntimeError(
                 f"BayesianModelAverage found no samples to evaluate on the {stage} data: add a SampleCollector to the "
-                "fit, and pass its dirpath here if the fit ran in another process"
+                "fit and, if that ran in another process, SampleCollector(dirpath) with its folder to this trainer"
             )
         module.posterior.columns.check(getattr(trainer, "datamodule", None))
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders

@@ -38,6 +38,8 @@ from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
 
+DoublePrecision = pl.plugins.precision.DoublePrecision
+
 OUTSIDE_A_FIT = (
     "{}.{} belongs to pl.Trainer.fit, which fills in N and the chains: with Fabric, or in a loop of your own, pass "
     "num_data=… to the module, take module.potential_energy(batch).sum() / num_data as the loss, and step a sampler, "
@@ -246,6 +248,9 @@ class BayesianModule(ChainModel):
         """Stack the chains, once; a subclass that defines its layers here calls `super().configure_model()` last."""
         super().configure_model()
         self.chains.begin(self._trainer, self.initialise_chain)
+        plugin = None if self._trainer is None else self._trainer.precision_plugin
+        if isinstance(plugin, DoublePrecision):  # Lightning converts after a checkpoint is loaded, and so rounded
+            plugin.convert_module(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Restore from `state_dict()` of one network or of stacked chains; the latter stacks this module's chains."""

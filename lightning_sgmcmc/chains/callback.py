@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import ChainLayout
-from lightning_sgmcmc.chains.row_steps import ControlVariate, GradientChoice, StepPart
+from lightning_sgmcmc.chains.row_steps import Controls, ControlVariate, GradientChoice, StepPart
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import names_arguments
 from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, way_out
@@ -139,8 +139,8 @@ class RunCallback(pl.Callback):
         `acts_in`."""
         return None
 
-    def pass_over(self, trainer: pl.Trainer, batches: int) -> None:
-        """Note the batches of steps in which it has not acted."""
+    def pass_over(self, trainer: pl.Trainer, batches: int, controls: Sequence[Controls]) -> None:
+        """Note the batches of steps in which it has not acted, and each parameter group's controls of these steps."""
 
     kinds: tuple[str, str] | None = None
     """What a run of one chain and one of several are called, if they are a baseline; None for a run that samples."""

@@ -384,7 +384,7 @@ class StepBlocks:
         if not is_seen and source.is_done and sizes and self._may_wait(count):
             self._waiting.append(coming)
             self._waits += count
-            singles.count_over(sizes, index, count, 1)
+            singles.count_over(sizes, index, count, 1, controls)
             if self._waits == count:
                 self._alike_to = self._last_alike(coming.begun)
             return False
@@ -394,11 +394,11 @@ class StepBlocks:
         if energies is not None:
             if count > is_seen:
                 last = taken.batches_of(count - 1 - is_seen)[-1]
-                singles.count_over(sizes[: last + 1], index, count - is_seen, gradients)
+                singles.count_over(sizes[: last + 1], index, count - is_seen, gradients, controls)
                 singles.record(energies[0 if is_seen else 1], sizes[last])
             if is_seen:
                 begun = taken.batches_of(-1)[0]
-                singles.count_over(sizes[begun:-1], index + begun, 0, gradients)
+                singles.count_over(sizes[begun:-1], index + begun, 0, gradients, controls)
         else:
             self._make_counted(segments[:-1])
         for place in range(0 if energies is None else taken.count - is_seen, taken.count):

@@ -18,6 +18,7 @@ from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_
 from lightning_sgmcmc.chains.callback import RunCallback, text_of
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.layout import FitSeeds, layout_of
+from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.starts import text_of_start
 from lightning_sgmcmc.chains.trainer import declared, instances_of, is_probe
 from lightning_sgmcmc.fit.checkpoints import (
@@ -243,7 +244,7 @@ class ExactResume(RunCallback):
     def free_steps(self, first: int, most: int) -> int:
         return 0 if self._awaits_batches else most  # for which `pass_over` is called
 
-    def pass_over(self, trainer: pl.Trainer, batches: int) -> None:
+    def pass_over(self, trainer: pl.Trainer, batches: int, controls: Sequence[Controls]) -> None:
         self._count_batches(trainer, batches)
 
     def _count_batches(self, trainer: pl.Trainer, number: int = 1) -> None:

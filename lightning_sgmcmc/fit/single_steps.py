@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
+from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.fit.block_runs import OF_A_STEP, has_hooks
@@ -92,12 +93,15 @@ class SingleSteps:
 
     # -- counts -------------------------------------------------------------------------------------------------------
 
-    def count_over(self, sizes: list[int], index: int, steps: int, gradients: int) -> None:
+    def count_over(
+        self, sizes: list[int], index: int, steps: int, gradients: int, controls: Sequence[Controls]
+    ) -> None:
         """Count batches of some sizes, the first at a place in its epoch, that neither Lightning nor callbacks see.
 
         Args:
             steps: how many steps end with them.
             gradients: those of each datum.
+            controls: each group's of at least so many steps.
         """
         if not sizes:
             return
@@ -110,8 +114,9 @@ class SingleSteps:
                     own[name] += count
         loop._batches_that_stepped += steps
         self._count(sizes, index, steps, gradients)
+        passed = [Controls(own.lr[:steps], own.temperature[:steps]) for own in controls]
         for callback in self._acting:
-            callback.pass_over(trainer, len(sizes))
+            callback.pass_over(trainer, len(sizes), passed)
         self._counters.hidden_steps += steps
 
     def _count(self, sizes: list[int], index: int, steps: int, gradients: int) -> None:

@@ -1,7 +1,8 @@
 """The verdict on a run: temperatures, mini-batch noise, energies, predictions; ranked findings and one advice."""
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.callback import ChainSizes, Place, Run, StepClaimant
 from lightning_sgmcmc.chains.chains import ChainModel
-from lightning_sgmcmc.chains.schedule import is_optimization
+from lightning_sgmcmc.chains.row_steps import Controls
+from lightning_sgmcmc.chains.schedule import Schedule, is_optimization, schedule_of
 from lightning_sgmcmc.chains.state import NonFiniteEnergyError, Stage
 from lightning_sgmcmc.chains.trainer import declared, is_trial, log_scalars, run_folder
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
@@ -23,7 +25,7 @@ from lightning_sgmcmc.health.report import HEALTH, HealthReport
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.samplers import StepLaw
-from lightning_sgmcmc.tensors import exact
+from lightning_sgmcmc.tensors import Control, exact
 
 URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
 """Findings that deserve a warning before the end of the run; heat does too."""
@@ -101,13 +103,14 @@ class ChainHealth(StepClaimant):
 
     def reset(self) -> None:
         self._observer: StepObserver | None = None
+        self._schedule: Schedule | None = None
         self._warned: set[str] = set()
         self._reported_observations = -1
         self._folder = Path()
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         module, sampler = run.module, run.sampler
-        self._folder = run_folder(run.trainer)
+        self._folder, self._schedule = run_folder(run.trainer), schedule_of(run.trainer)
         names = {p: name for name, p in module.named_parameters()}
         algorithm = str(run.trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower()
         self._params = [p for group in sampler.param_groups for p in group["params"]]
@@ -149,7 +152,23 @@ class ChainHealth(StepClaimant):
             observer.before_update(step, [p.grad for p in self._params], self._metric)
 
     def acts_in(self, step: int) -> bool:
-        return self._observer is None or not self._observer.in_stage or self._observer.needs(step)
+        observer, schedule = self._observer, self._schedule
+        if observer is None or schedule is None or not schedule.has_length:
+            return True
+        own = step - self.run.chains.progress.warm_steps
+        samples = own > 0 and schedule.controls(own).stage is Stage.SAMPLING
+        return samples != observer.in_stage or (samples and observer.needs(step))
+
+    def pass_over(self, trainer: pl.Trainer, batches: int, controls: Sequence[Controls]) -> None:
+        observer, groups = self._observer, self.run.sampler.param_groups
+        if observer is None or not observer.in_stage:
+            return
+        steps = zip(*(zip(own.lr, own.temperature, strict=True) for own in controls), strict=True)
+        for _, alike in itertools.groupby(steps, _key_of_controls):
+            first, *others = alike
+            pairs = zip(groups, first, strict=True)
+            laws = [self._law({**group, "lr": lr, "temperature": own}) for group, (lr, own) in pairs]
+            observer.after_update(laws, 1 + len(others))
 
     def _metric(self) -> list[Tensor]:
         """Return the preconditioner's tensors, if any."""
@@ -274,3 +293,8 @@ class ChainHealth(StepClaimant):
         else:
             state = self._observer.state_dict()
         return state | {"warned": sorted(self._warned)}
+
+
+def _key_of_controls(step: tuple[tuple[Control, Control], ...]) -> list[float]:
+    """Return what tells a step's controls of all groups from others; tensors of several chains by their identity."""
+    return [id(value) if isinstance(value, Tensor) else value for pair in step for value in pair]

@@ -391,10 +391,10 @@ class StepObserver:
         """Drop the pending observation of a step that was skipped."""
         self._pending = None
 
-    def after_update(self, laws: Sequence[StepLaw]) -> None:
-        """Update the momenta's variance by each group's law, after every step of a stage."""
+    def after_update(self, laws: Sequence[StepLaw], steps: int = 1) -> None:
+        """Update the momenta's variance by each group's law, after every step of a stage or several with one law."""
         pairs = zip(laws, self._variances, strict=True)
-        self._variances = [law.momentum_variance(before) for law, before in pairs]
+        self._variances = [law.momentum_variance(before, steps) for law, before in pairs]
 
     @torch.no_grad()
     def add(self, groups: Sequence[GroupStep], energy: Tensor, log_prior: Tensor) -> None:

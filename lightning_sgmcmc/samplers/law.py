@@ -53,21 +53,21 @@ class StepLaw:
         """Whether the friction adapts to the mini-batch noise."""
         return self.gradient_noise_allowance == math.inf
 
-    def momentum_variance(self, before: Control | None = None) -> Control | None:
-        """Return the variance of a momentum coordinate after a step without force; None without momentum.
+    def momentum_variance(self, before: Control | None = None, steps: int = 1) -> Control | None:
+        """Return the variance of a momentum coordinate after k steps without force; None without momentum.
 
-            (1-a)²·v + 2·a·T,   stationary at T/(1 - a/2)
+            u + (1-a)²ᵏ·(v - u),   u = T/(1 - a/2)
 
         Where friction adapts it is T, which the thermostat holds.
 
         Args:
-            before: v, the variance before the step; None asks for the stationary variance.
+            before: v, the variance before the steps; None asks for the stationary variance u.
+            steps: k.
         """
         if self.thermal is None or self.adapts:
             return self.thermal
-        if before is None:
-            return self.thermal / (1 - self.damping / 2)
-        return (1 - self.damping) ** 2 * before + 2 * self.damping * self.thermal
+        stationary = self.thermal / (1 - self.damping / 2)
+        return stationary if before is None else stationary + (1 - self.damping) ** (2 * steps) * (before - stationary)
 
 
 def heat_of_gradient_noise(force: Control, variance: Control) -> Control:

@@ -12,8 +12,16 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Gaussian
-from lightning_sgmcmc.callbacks import PosteriorDashboard, ReplicaExchange
+from lightning_sgmcmc import SGHMC, Annealing, BayesianModule, Gaussian, PolynomialDecay, UnderdampedLangevin
+from lightning_sgmcmc.callbacks import (
+    ChainHealth,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    ReplicaExchange,
+    SamplingSchedule,
+    WarmStart,
+)
+from lightning_sgmcmc.fit.single_steps import SingleSteps
 from tests.fit.test_blocks import Run, network, x, y
 
 
@@ -133,3 +141,52 @@ def test_data_that_draw_numbers(chains: int, monkeypatch: pytest.MonkeyPatch) ->
     mine, theirs = (Run(form, monkeypatch, data=data, chains=chains) for form in ("traced", None))
     assert mine.hidden > 0
     mine.check_like(theirs)
+
+
+CONTROLLED: dict[str, Callable[[], dict[str, Any]]] = {
+    "cycles": lambda: {"schedule": [CyclicalSchedule(num_cycles=2, exploration=0.4)]},
+    "cycles with a short exploration": lambda: {"schedule": [CyclicalSchedule(num_cycles=3, exploration=0.1)]},
+    "cycles after a warm start": lambda: {
+        "schedule": [WarmStart(epochs=2), CyclicalSchedule(num_cycles=2, exploration=0.4)]
+    },
+    "a step size that decays": lambda: {
+        "schedule": [SamplingSchedule(50, every_n_steps=10, lr_decay=PolynomialDecay(0.03, 10.0, 0.9))]
+    },
+    "a step size and a temperature by epochs": lambda: {
+        "schedule": [
+            SamplingSchedule(
+                50, every_n_steps=10, lr_annealing=Annealing(1.3, 1), temperature_annealing=Annealing(1.2, 1)
+            )
+        ]
+    },
+    "cycles of another sampler": lambda: {
+        "schedule": [CyclicalSchedule(num_cycles=2, exploration=0.4)],
+        "sampler": UnderdampedLangevin,
+    },
+    "cycles of a step size for each chain": lambda: {
+        "schedule": [CyclicalSchedule(num_cycles=2, exploration=0.4)],
+        "lr": (1e-3, 5e-4),
+    },
+}
+
+
+@pytest.mark.parametrize("case", CONTROLLED)
+def test_momenta_are_compared_with_the_controls_of_all_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two observations the momenta's variance follows the controls, and a stage ends with its last step."""
+    single = []
+    plain = SingleSteps.make_hidden
+    monkeypatch.setattr(SingleSteps, "make_hidden", lambda self, *given: (single.append(1), plain(self, *given)))
+
+    def run(form: str | None) -> Run:
+        options = CONTROLLED[case]()
+        sampler = {"sampler": options.get("sampler", SGHMC), "lr": options.get("lr", 1e-3)}
+        module = BayesianModule(network(), Gaussian(0.3), num_chains=2, seed=3, **sampler)
+        return Run(form, monkeypatch, *options["schedule"], ChainHealth(warn=False), module=module, epochs=60)
+
+    mine = run("traced")
+    assert len(single) < 0.5 * mine.hidden  # others are made many at once, those before a stage too
+    theirs = run(None)
+    health, other = mine.module.health, theirs.module.health
+    assert health.observations == other.observations > 3
+    for name, found in health.tensors.items():
+        assert found.kinetic == pytest.approx(other.tensors[name].kinetic, rel=1e-2), name

@@ -104,3 +104,22 @@ def test_evaluations_pass_batches_through_the_users_hooks() -> None:
     nll = -probabilities[torch.arange(len(y)), y].log().mean().item()
     assert module.evaluations["val"].bma["accuracy"] == pytest.approx(accuracy)
     assert module.evaluations["val"].bma["nll"] == pytest.approx(nll, rel=1e-5)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_run_in_double_precision_resumes_bit_for_bit(chains: int, tmp_path: Path) -> None:
+    """A checkpoint's weights are loaded in float64: in a float32 parameter they would be rounded."""
+
+    def run(steps: int, path: Path | None = None) -> Any:
+        module = classifier(sampler=SGLD, num_chains=chains, seed=0)
+        callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(in_memory=True)]
+        trainer = quiet_trainer(precision="64-true", max_steps=steps, callbacks=callbacks)
+        trainer.fit(module, ResumableLoader(blobs(), 24), ckpt_path=path)
+        return trainer, module
+
+    _, whole = run(16)
+    trainer, _ = run(8)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    _, resumed = run(16, tmp_path / "x.ckpt")
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
