@@ -107,6 +107,10 @@ def put(homes: Sequence[Home], tensor: Tensor) -> None:
         home[key] = tensor
 
 
+class UnfinishedBufferError(ValueError):
+    """A buffer has its shape only after a forward pass."""
+
+
 class StatelessCall(nn.Module):
     """Calls `function(module, *args)` with a sample's tensors; the module's own ones are unchanged."""
 
@@ -117,17 +121,29 @@ class StatelessCall(nn.Module):
         self._slots = _slots_of(module)
         self._slots |= {expansion.name: [f"module.{expansion.slot}"] for expansion in expansions_of(module)}
         self._places = [
-            (part, name) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None
+            (part, key, f"{prefix}.{key}".lstrip("."))
+            for prefix, part in module.named_modules()
+            for key in part._buffers
         ]
 
     def forward(self, *args: Any) -> Any:
-        passed = [part._buffers[name] for part, name in self._places]
+        passed = [part._buffers[key] for part, key, _ in self._places]
+        shapes = [None if tensor is None else tensor.shape for tensor in passed]
         result = self._function(self.module, *args)
-        for (part, name), tensor in zip(self._places, passed, strict=True):
-            present = part._buffers[name]
+        for (part, key, name), tensor, shape in zip(self._places, passed, shapes, strict=True):
+            present = part._buffers[key]
             # A layer that replaces its buffer, `self.count = self.count + 1`, has written no tensor that was passed.
-            if present is not tensor and part.training and tensor is not None and present is not None:
-                tensor.detach().copy_(present.detach())
+            if not part.training or present is None or (present is tensor and present.shape == shape):
+                continue
+            if tensor is None or present.shape != shape:
+                part._buffers[key] = tensor
+                raise UnfinishedBufferError(
+                    f"a forward pass gives the buffer '{name}' another shape, {tuple(present.shape)} for "
+                    f"{shape if shape is None else tuple(shape)}, and all samples need the same: call the "
+                    "network with the largest inputs that it will get, net(x), before the fit and before loading, or "
+                    "make the buffer so in __init__"
+                )
+            tensor.detach().copy_(present.detach())
         return result
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_sgmcmc.chains.execution import StatelessCall, state_of
+from lightning_sgmcmc.chains.execution import StatelessCall, UnfinishedBufferError, state_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, named_trainable
 from lightning_sgmcmc.namespace import rank_zero_warn
@@ -184,6 +184,8 @@ class ForwardPasses:
         try:
             with _Hooks() as hooks:
                 each, passed = self._made(batch)
+        except UnfinishedBufferError:
+            raise
         except Exception:  # the step raises it too, or the model cannot be called so
             return None
         own = state_of(self._model)
@@ -305,7 +307,7 @@ class _Attributes:
             (name, key, value, value.detach().clone())
             for name, _, held in self._before
             for key, value in held.items()
-            if type(value) is Tensor
+            if type(value) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         ]
 
     def changed(self) -> list[str]:

@@ -1,6 +1,5 @@
 """Last-layer Laplace approximations around samples, by the optional package laplace-torch."""
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from lightning_sgmcmc.posterior.disk import whole_store
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import copied
 
 Hessian = Literal["kron", "full", "diag"]
 
@@ -81,7 +81,7 @@ def last_layer_laplace(
     if path is not None:
         known = getattr(posterior.store, "model_description", None) or describe_model(model)[0]
         into = whole_store(Path(path), known, posterior.store.columns)
-    network = collapse(copy.deepcopy(model)).eval()
+    network = collapse(copied(model)).eval()
     with into as store:
         store.columns = posterior.store.columns
         for sample in posterior:

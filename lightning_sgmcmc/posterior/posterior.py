@@ -1,6 +1,5 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +36,7 @@ from lightning_sgmcmc.posterior.sharing import SCHEME, pulled, push, save_sample
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tables import is_frame
-from lightning_sgmcmc.tensors import exact
+from lightning_sgmcmc.tensors import copied, exact
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,7 +154,7 @@ class Posterior(Decisions):
             posterior = Posterior.from_states(torch.nn.Linear(4, 3), members, Categorical())
             prediction = posterior.predict(torch.randn(10, 4))
         """
-        model = EnergyModel(copy.deepcopy(net), likelihood, FlatPrior())
+        model = EnergyModel(copied(net), likelihood, FlatPrior())
         posterior = cls(samples_of_states(states, model), model)
         if weights is not None:
             given = exact(weights).reshape(-1)

@@ -1,6 +1,5 @@
 """A module and its data as what chains of Hamiltonian Monte Carlo need: energies, starts, samples."""
 
-import copy
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from lightning_sgmcmc.priors.state import (
 from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tables import Columns
-from lightning_sgmcmc.tensors import widest, widest_dtype
+from lightning_sgmcmc.tensors import copied, widest, widest_dtype
 
 
 def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
@@ -335,7 +334,7 @@ class Problem:
 def plain_copy(module: BayesianModule) -> BayesianModule:
     """Return a copy of a module without its collected samples."""
     memo: dict[int, Any] = {} if module.posterior is None else {id(module.posterior): None}
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def _copied(module: BayesianModule) -> BayesianModule:

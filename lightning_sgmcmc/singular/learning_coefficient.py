@@ -25,7 +25,7 @@ from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.singular.callback import LearningCoefficient
 from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import copied, widest
 
 
 def localized(num_data: int, gamma: float = 100.0, nbeta: float | None = None) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def learning_coefficient(
     fitted = pl.Trainer(**(options | {"callbacks": [schedule, callback, *options.get("callbacks", [])]}))
     chosen: dict[str, Any] = {"sampler": sampler, "lr": lr, "num_chains": num_chains, "seed": seed}
     chosen |= localized(_count(source), gamma, nbeta) | dict(module or {})
-    made = bayesianize(copy.deepcopy(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
+    made = bayesianize(copied(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
     fitted.fit(made, source)
     assert callback.result is not None, "the schedule has drawn samples"
     return callback.result

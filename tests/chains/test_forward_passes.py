@@ -3,6 +3,8 @@
 import functools
 import re
 import warnings
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, GaussianPrior
+from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, GaussianPrior, Posterior
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from tests.support.trainers import quiet_trainer
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -157,7 +160,29 @@ class CountsFrequencies(Net):
         return h + F.embedding((h.detach()[:, 0] > 0).long(), self.words.weight, scale_grad_by_freq=True)
 
 
+class MakesABuffer(Net):
+    def more(self) -> None:
+        self.register_buffer("cache", None)
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.linspace(0, 1, 8)
+        return h * self.cache
+
+
+class GrowsABuffer(Net):
+    def more(self) -> None:
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        if len(self.cache) < len(h):
+            self.cache = torch.ones(len(h))
+        return h * self.cache[: len(h), None]
+
+
 REFUSED: dict[type[Net], str] = {
+    MakesABuffer: r"buffer 'net.cache' another shape, \(8,\) for None.* net\(x\)",
+    GrowsABuffer: r"buffer 'net.cache' another shape, \(4,\) for \(2,\).* net\(x\)",
     InList: "'net.b.weight' by another way than its name",
     InLambda: "'net.a.weight' by another way",
     InPartial: "'net.a.(weight|bias)' by another way",
@@ -315,6 +340,18 @@ class Watches(Net):
         return h
 
 
+class KeepsAWeight(Net):
+    """A pass leaves a tensor that it computed."""
+
+    def more(self) -> None:
+        self.v = nn.Parameter(torch.randn(8, 8))
+        self.computed = torch.zeros(8, 8)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.computed = self.v / self.v.norm(dim=1, keepdim=True)
+        return h @ self.computed
+
+
 class Normed(Net):
     def more(self) -> None:
         self.a = parametrizations.weight_norm(self.a)
@@ -335,8 +372,10 @@ def by_torch(net: nn.Module, steps: int) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 300), (2, 300)])
-@pytest.mark.parametrize("make", [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, Normed])
+@pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 1_000), (2, 500)])
+@pytest.mark.parametrize(
+    "make", [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, KeepsAWeight, Normed]
+)
 def test_a_network_that_computes_from_its_tensors_is_as_torch_has_it(make: type[Net], chains: int, steps: int) -> None:
     """In Lightning's loop and, after 64 steps, in blocks."""
     nets = []
@@ -368,3 +407,154 @@ def test_reentrant_checkpoints_are_refused_where_they_lose_gradients() -> None:
     torch.manual_seed(0)
     found = fitted(Again(), 1, chain_execution="loop").net
     torch.testing.assert_close(found.state_dict(), expected.state_dict())
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+class OfSelf(Net):
+    def more(self) -> None:
+        self.c = nn.Linear(8, 8)
+        self.work = lambda h: self.c(h).tanh()
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.work(h)
+
+
+class OfAnother(Net):
+    """A function in a list calls one that names a list of layers, and has a default."""
+
+    def more(self) -> None:
+        self.c = nn.Linear(8, 8)
+        layers = [self.c, torch.tanh]
+
+        def work(h: Tensor, last: nn.Module = self.c) -> Tensor:
+            for layer in layers:
+                h = layer(h)
+            return last(h)
+
+        self.works = [lambda h: work(h) + 1]
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.works[0](h)
+
+
+class Hooked(Net):
+    """A hook keeps what forward uses, and another one has a weight."""
+
+    def more(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self.scale = nn.Parameter(torch.ones(8))
+        self.a.register_forward_hook(lambda module, inputs, output: output * self.scale)
+        self.a.register_forward_hook(lambda module, inputs, output: self.kept.update(h=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a(x)
+        return self.b(self.kept["h"].tanh())
+
+
+class Patched(Net):
+    def more(self) -> None:
+        plain = self.a.forward
+        self.a.forward = lambda x: 2 * plain(x)
+
+
+class Child(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.parent().scale
+
+
+class Weak(Net):
+    def more(self) -> None:
+        self.scale, self.c = nn.Parameter(torch.ones(8)), Child()
+        self.c.parent = weakref.ref(self)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.c(h)
+
+
+def drawn(net: nn.Module, chains: int, **options: Any) -> BayesianModule:
+    """Return a module with four samples of each chain."""
+    module = BayesianModule(net, Gaussian(0.7), sampler=SGLD, lr=LR, num_chains=chains, seed=1)
+    schedule = SamplingSchedule(burn_in_steps=0, every_n_steps=6)
+    callbacks = [schedule, SampleCollector(**options)]
+    loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4)
+    quiet_trainer(max_steps=STEPS, max_epochs=-1, callbacks=callbacks).fit(module, loader)
+    return module
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("make", [OfSelf, OfAnother, Hooked, Patched])
+def test_networks_compute_with_their_own_layers_in_functions_too(make: type[Net], chains: int) -> None:
+    torch.manual_seed(0)
+    posterior = drawn(make(), chains, in_memory=True).posterior
+    assert posterior is not None
+    networks = list(posterior.networks())
+    with torch.no_grad():
+        outputs = torch.stack([network(INPUTS) for network in networks])
+        mean, _ = posterior.ensemble()(INPUTS)
+    assert len(outputs.unique(dim=0)) == 4 * chains
+    expected = posterior.predict(INPUTS).mean
+    torch.testing.assert_close(outputs.mean(0), expected)
+    torch.testing.assert_close(mean, expected)
+    again = Posterior.from_states(make(), networks, Gaussian(0.7))
+    torch.testing.assert_close(again.predict(INPUTS).mean, expected)
+
+
+class OwnForward(BayesianModule):
+    """The module is the network, and a lambda and a method of it name its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Gaussian(0.7), sampler=SGLD, lr=LR, seed=1)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.first, self.last = lambda x: self.a(x).tanh(), self.second
+
+    def second(self, h: Tensor) -> Tensor:
+        return self.b(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def test_networks_of_a_module_with_its_own_forward_compute_with_their_own_layers() -> None:
+    torch.manual_seed(0)
+    module = OwnForward()
+    callbacks = [SamplingSchedule(burn_in_steps=0, every_n_steps=6), SampleCollector(in_memory=True)]
+    loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=4)
+    quiet_trainer(max_steps=STEPS, max_epochs=-1, callbacks=callbacks).fit(module, loader)
+    assert module.posterior is not None
+    expected = module.posterior.predict(INPUTS).mean
+    with torch.no_grad():
+        outputs = [network(INPUTS) for network in module.posterior.networks()]
+    torch.testing.assert_close(torch.stack(outputs).mean(0), expected)
+
+
+def test_a_weak_reference_cannot_be_copied() -> None:
+    torch.manual_seed(0)
+    posterior = drawn(Weak(), 1, in_memory=True).posterior
+    assert posterior is not None
+    with pytest.raises(ValueError, match=r"weak reference to a Weak.*in forward"):
+        next(iter(posterior.networks()))
+
+
+def test_parametrized_networks_are_rebuilt(tmp_path: Path) -> None:
+    module = drawn(Normed(), 1, dirpath=tmp_path)
+    assert module.posterior is not None
+    found = Posterior.load(tmp_path, trust=True).predict(INPUTS).mean
+    torch.testing.assert_close(found, module.posterior.predict(INPUTS).mean)
+
+
+class CountsAlways(Net):
+    def more(self) -> None:
+        self.register_buffer("count", torch.zeros(()))
+
+    def between(self, h: Tensor) -> Tensor:
+        self.get_buffer("count").add_(1)
+        return h
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_the_checks_of_a_fit_leave_buffers_as_they_are(chains: int) -> None:
+    with pytest.warns(UserWarning, match=r"'net.count' in evaluation mode.*self.training"):
+        module = fitted(CountsAlways(), chains)
+    assert module.net.get_buffer("count").flatten().tolist() == [STEPS] * chains
