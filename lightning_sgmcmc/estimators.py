@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
-from lightning_sgmcmc.chains.execution import copy_of
 from lightning_sgmcmc.chains.schedule import Schedule
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules import TableDataModule
@@ -43,6 +42,7 @@ from lightning_sgmcmc.tables.arrays import (
     with_categories,
 )
 from lightning_sgmcmc.tables.columns import plain
+from lightning_sgmcmc.tensors import copied
 
 __all__ = ["BayesianClassifier", "BayesianRegressor"]
 
@@ -120,7 +120,7 @@ class _BayesianEstimator(BaseEstimator):
             data.setup("fit")
             net = self._network(data.splits[0].inputs[:2], likelihood.num_outputs(outputs))
             settings = {"num_chains": self.num_chains, "compile": False, "seed": seed} | (self.module or {})
-            module = BayesianModule(*copy_of((net, likelihood)), copy.deepcopy(self.prior), **settings)
+            module = BayesianModule(*copied((net, likelihood)), copy.deepcopy(self.prior), **settings)
             self._trainer(math.ceil(len(train) / size)).fit(module, datamodule=data)
         if module.posterior is None or len(module.posterior) == 0:
             raise RuntimeError("the fit drew no samples: pass a larger max_epochs, or a schedule that draws some")
@@ -158,7 +158,7 @@ class _BayesianEstimator(BaseEstimator):
         """Return the network, which gets some inputs to try."""
         width = inputs.shape[1]
         if isinstance(self.net, nn.Module):
-            net = copy_of(self.net)
+            net = copied(self.net)
         elif self.net is not None:
             net = self.net(width)
         else:
@@ -171,7 +171,7 @@ class _BayesianEstimator(BaseEstimator):
             )
         try:
             with torch.no_grad():
-                copy_of(net).eval()(inputs)
+                copied(net).eval()(inputs)
         except RuntimeError as error:
             raise ValueError(
                 f"net does not accept these data, which have {width} inputs after encoding: pass a function of that "

@@ -4,7 +4,6 @@ An expanded layer is one of torch's parametrizations. Its factors are what a cha
 layer: samples hold the product under the plain layer's name, and a sample's weight takes the product's place.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.tensors import copied
 
 Module = TypeVar("Module", bound=nn.Module)
 WEIGHT = "weight"
@@ -224,7 +224,7 @@ def collapse(module: Module) -> Module:
     """Return a copy of a module whose expanded layers are plain ones, or the module itself if it has no such layer."""
     if not any(map(is_expanded, module.modules())):
         return module
-    found = copy.deepcopy(module)
+    found = copied(module)
     for layer in expanded_layers(found):
         make_plain(layer)
     return found

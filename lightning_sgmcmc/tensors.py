@@ -1,13 +1,15 @@
-"""Tensors of several chains, controls with one value for all or one each, and checks for NaN and infinity."""
+"""Tensors of several chains, controls with one value for all or one each, copies, and checks for NaN and infinity."""
 
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import TypeAlias, TypeVar
+from functools import cache, partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeAlias, TypeVar
+from weakref import ReferenceType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Control: TypeAlias = float | Tensor
 """A number, or a tensor of shape () or (C,) on the parameters' device: one value for all chains or one for each."""
@@ -102,6 +104,11 @@ def with_moved_tensors(holder: Holder, device: torch.device | str | None, dtype:
     return moved
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often torch has changed a tensor's numbers."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def square_root(value: Control) -> Control:
     """Return √value of a number or of a tensor."""
     return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
@@ -120,6 +127,93 @@ def expm1(value: Control) -> Control:
 def mean_of(control: Control) -> float:
     """Return a control as a number, the mean over chains."""
     return control.mean().item() if isinstance(control, Tensor) else float(control)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def copied(value: Holder, memo: dict[int, Any] | None = None) -> Holder:
+    """Return a deep copy of a network, or of several, whose functions compute with the copy.
+
+    `copy.deepcopy` keeps functions as they are. A lambda, an inner function or a hook that names `self` would then
+    compute with the layers of the original.
+
+    Args:
+        value: a module, or a list or tuple of modules and others.
+        memo: as for `copy.deepcopy`.
+
+    Raises:
+        ValueError: if a module holds a weak reference to another one.
+        TypeError: if something that it holds cannot be copied, such as a lock.
+    """
+    memo = {} if memo is None else memo
+    roots = value if isinstance(value, list | tuple) else [value]
+    modules = {id(part) for root in roots if isinstance(root, nn.Module) for part in root.modules()}
+    modules |= {root.stands_for for root in roots if hasattr(root, "stands_for")}
+    met = _reached([value])
+    for one in met:
+        if isinstance(one, ReferenceType) and id(one()) in modules:
+            raise ValueError(
+                f"a layer holds a weak reference to a {type(one()).__name__}, which a copy of the network cannot "
+                "follow: pass what the layer needs in forward"
+            )
+    functions = [one for one in met if isinstance(one, FunctionType) and id(one) not in memo]
+    functions = [one for one in functions if any(id(part) in modules for part in _reached(_held(one)))]
+    for function in functions:
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        memo[id(function)] = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    try:
+        made = copy.deepcopy(value, memo)
+    except TypeError as error:
+        raise TypeError(
+            f"the network cannot be copied ({error}), as each sample's and each fit's own one is: keep such an object "
+            "outside of it, or define its __deepcopy__; posterior.predict makes no copy"
+        ) from error
+    for function in functions:
+        own = memo[id(function)]
+        own.__defaults__, own.__kwdefaults__, attributes = copy.deepcopy(
+            (function.__defaults__, function.__kwdefaults__, vars(function)), memo
+        )
+        vars(own).update(attributes)
+        for cell, old in zip(own.__closure__ or (), function.__closure__ or (), strict=True):
+            if _is_filled(old):
+                is_part = any(id(part) in modules for part in _reached([old.cell_contents]))
+                cell.cell_contents = copy.deepcopy(old.cell_contents, memo) if is_part else old.cell_contents
+    return made
+
+
+def _reached(values: Sequence[Any]) -> list[Any]:
+    """Return some values and all that they hold, by containers, modules and functions."""
+    waiting, met = list(values), dict[int, Any]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in met:
+            met[id(one)] = one
+            waiting += _held(one)
+    return list(met.values())
+
+
+def _held(value: Any) -> list[Any]:
+    """Return what a container, a module or a function holds."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), value.__kwdefaults__, vars(value)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, nn.Module):
+        return [vars(value)]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that has no value yet
+        return False
 
 
 # -- finite ------------------------------------------------------------------------------------------------------------

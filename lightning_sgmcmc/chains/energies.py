@@ -13,8 +13,8 @@ from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_al
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.densities import Densities, vmap_refusal, weighed
 from lightning_sgmcmc.chains.execution import (
+    cloned,
     convolutions_of,
-    copied,
     evaluation_mode,
     homes_of,
     state_of,
@@ -248,7 +248,7 @@ class ChainEnergies:
                 if through_stack:
                     present = dict(zip(chains.names, tensors, strict=True))
                     of_prior = {name: present[name] for name in of_prior}
-                own = batch[chain] if own_batches else copied(batch) if copies else batch
+                own = batch[chain] if own_batches else cloned(batch) if copies else batch
                 log_likelihoods.append(self._of_network(tensors, own))
                 log_priors.append(self._densities.present_log_prior(of_prior))
         return log_likelihoods, torch.stack(log_priors)
@@ -469,7 +469,7 @@ class RowEnergies:
         if not self._unrolled and count == self._chains.num_chains:
             return self._densities.log_likelihoods({**named, **others}, batch, batch_axis)
         chains = range(count)  # some of the chains' rows, or all
-        own = [copied(batch) if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
+        own = [cloned(batch) if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
         columns: dict[str, Any] = {**{name: tensor.unbind(0) for name, tensor in named.items()}, **others}
         states = [{name: column[c] for name, column in columns.items()} for c in chains]
         return torch.stack([self._densities.log_likelihood(states[c], own[c]) for c in chains])

@@ -1,14 +1,12 @@
 """A module and the states of its samples: tensors by name, calls with them, locks, copies; CUDA graphs and forms."""
 
-import copy
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -107,6 +105,10 @@ def put(homes: Sequence[Home], tensor: Tensor) -> None:
         home[key] = tensor
 
 
+class UnfinishedBufferError(ValueError):
+    """A buffer has its shape only after a forward pass."""
+
+
 class StatelessCall(nn.Module):
     """Calls `function(module, *args)` with a sample's tensors; the module's own ones are unchanged."""
 
@@ -117,17 +119,29 @@ class StatelessCall(nn.Module):
         self._slots = _slots_of(module)
         self._slots |= {expansion.name: [f"module.{expansion.slot}"] for expansion in expansions_of(module)}
         self._places = [
-            (part, name) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None
+            (part, key, f"{prefix}.{key}".lstrip("."))
+            for prefix, part in module.named_modules()
+            for key in part._buffers
         ]
 
     def forward(self, *args: Any) -> Any:
-        passed = [part._buffers[name] for part, name in self._places]
+        passed = [part._buffers[key] for part, key, _ in self._places]
+        shapes = [None if tensor is None else tensor.shape for tensor in passed]
         result = self._function(self.module, *args)
-        for (part, name), tensor in zip(self._places, passed, strict=True):
-            present = part._buffers[name]
+        for (part, key, name), tensor, shape in zip(self._places, passed, shapes, strict=True):
+            present = part._buffers[key]
             # A layer that replaces its buffer, `self.count = self.count + 1`, has written no tensor that was passed.
-            if present is not tensor and part.training and tensor is not None and present is not None:
-                tensor.detach().copy_(present.detach())
+            if not part.training or present is None or (present is tensor and present.shape == shape):
+                continue
+            if tensor is None or present.shape != shape:
+                part._buffers[key] = tensor
+                raise UnfinishedBufferError(
+                    f"a forward pass gives the buffer '{name}' another shape, {tuple(present.shape)} for "
+                    f"{shape if shape is None else tuple(shape)}, and all samples need the same: call the "
+                    "network with the largest inputs that it will get, net(x), before the fit and before loading, or "
+                    "make the buffer so in __init__"
+                )
+            tensor.detach().copy_(present.detach())
         return result
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
@@ -258,42 +272,7 @@ def fault_of_parameter(parameter: nn.Parameter, passed: Iterable[Tensor], names:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-Copied = TypeVar("Copied")
-
-
-def copy_of(parts: Copied, memo: dict[int, Any] | None = None) -> Copied:
-    """Return a deep copy of a network, or of several things, with what `memo` has in the place of some of them.
-
-    Raises:
-        ValueError: if the network has a function that holds a part of it, which the copy would share.
-        TypeError: if a part of it cannot be copied.
-    """
-    for network in pytree.tree_leaves(parts):
-        if isinstance(network, nn.Module):
-            _check_functions(network)
-    try:
-        return copy.deepcopy(parts, memo)
-    except TypeError as error:
-        raise TypeError(
-            f"the network cannot be copied ({error}), as each sample's and each fit's own one is: keep such an object "
-            "outside of it, or define its __deepcopy__; posterior.predict makes no copy"
-        ) from error
-
-
-def _check_functions(network: nn.Module) -> None:
-    own = {id(part) for part in network.modules()} | {id(tensor) for tensor in state_of(network).values()}
-    for name, part in network.named_modules():
-        for leaf in pytree.tree_leaves(vars(part)):
-            cells = getattr(leaf, "__closure__", None) or ()
-            if any(id(cell.cell_contents) in own for cell in cells if cell != CellType()):
-                raise ValueError(
-                    f"'{name or type(network).__name__}' has a function ({leaf.__qualname__}) that holds a part of the "
-                    "network, so a copy, as each sample's and each fit's own one is, would compute with the present "
-                    "weights: make it a method; posterior.predict makes no copy"
-                )
-
-
-def copied(values: Any) -> Any:
+def cloned(values: Any) -> Any:
     """Return a tree of values with copies of its tensors."""
     return pytree.tree_map_only(Tensor, Tensor.clone, values)
 

@@ -17,7 +17,14 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_sgmcmc.chains.execution import StatelessCall, copied, fault_of_parameter, same_numbers, state_of
+from lightning_sgmcmc.chains.execution import (
+    StatelessCall,
+    UnfinishedBufferError,
+    cloned,
+    fault_of_parameter,
+    same_numbers,
+    state_of,
+)
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, named_trainable
 from lightning_sgmcmc.seeding import unchanged_generators
@@ -211,6 +218,8 @@ class ForwardPasses:
         try:
             with _Hooks() as hooks:
                 each, passed = self._made(batch)
+        except UnfinishedBufferError:
+            raise
         except Exception:  # the step raises it too, or the model cannot be called so
             return None
         own = state_of(self._model)
@@ -248,7 +257,7 @@ class ForwardPasses:
                 passed[name] = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
             else:
                 passed[name] = nn.Parameter(tensor.detach() if large else tensor.detach().clone())
-        given = copied(batch)
+        given = cloned(batch)
         with unchanged_generators([self._model.device]):
             each = self._call.call(passed, given)
         self.change_inputs |= not same_numbers(given, batch)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sgmcmc.chains.execution import (
     MASK_SEED,
     StatelessCall,
-    copied,
+    cloned,
     fault_of_parameter,
     homes_of,
     put,
@@ -228,7 +228,7 @@ class TogetherCall:
         changes = True  # the network may change its inputs in place, as the first state's call tells
         with nullcontext() if states.have_masks else restored(places.values()):
             for index, state in enumerate(states.each):
-                own = copied(args) if changes else args
+                own = cloned(args) if changes else args
                 if states.have_masks:
                     result = self._alone.call(state, *own)
                 else:

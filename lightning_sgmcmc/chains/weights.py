@@ -13,14 +13,14 @@ from lightning_sgmcmc import likelihoods
 from lightning_sgmcmc.batches.inputs import fault_of_tokens
 from lightning_sgmcmc.batches.loader import ChainBatches, flat_loaders
 from lightning_sgmcmc.batches.rows import TrainingRows, contradiction, training_rows
-from lightning_sgmcmc.chains.execution import copied, evaluation_mode, undisturbed_generators
+from lightning_sgmcmc.chains.execution import cloned, evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.chains.layers import ForwardPasses, unlogged
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.tables import TargetScaling
-from lightning_sgmcmc.tensors import exact_device
+from lightning_sgmcmc.tensors import exact_device, version_of
 
 LAST = 64
 """The last batch that is looked at; the others are the first, the second, the fourth, and so on."""
@@ -80,7 +80,7 @@ class FirstBatches:
             return False
         self._passes.look(batch[0] if isinstance(batch, ChainBatches) else batch)
         if self.change_inputs:
-            batch = ChainBatches(copied([*batch])) if isinstance(batch, ChainBatches) else copied(batch)
+            batch = ChainBatches(cloned([*batch])) if isinstance(batch, ChainBatches) else cloned(batch)
         low, high, target = check_batch(self._model, self._chains, batch)
         if self._seen == 1:
             _check_observed(self._model, target)
@@ -152,10 +152,31 @@ def _explain(model: EnergyModel, batch: Any, error: RuntimeError) -> None:
 
 @contextmanager
 def at_first_chain(model: EnergyModel, chains: StackedChains | None, batch: Any) -> Iterator[Any]:
-    """Within the context, which has the first chain's batch, the model is that chain in evaluation mode."""
+    """Within the context, which has the first chain's batch, the model is that chain in evaluation mode.
+
+    Its buffers stay as they are.
+    """
     at_first = chains.at(0) if chains is not None else nullcontext()
     with torch.no_grad(), unlogged(model), undisturbed_generators(model), evaluation_mode(model), at_first:
+        held = [
+            (part, key, f"{prefix}.{key}".lstrip("."), buffer, version_of(buffer), buffer.clone())
+            for prefix, part in model.named_modules()
+            for key, buffer in part._buffers.items()
+            if buffer is not None
+        ]
         yield batch[0] if isinstance(batch, ChainBatches) else batch
+        for part, key, name, buffer, version, numbers in held:
+            present = part._buffers[key]
+            if present is buffer and version_of(buffer) == version:
+                continue
+            part._buffers[key] = buffer
+            if present is None or not torch.equal(present, numbers):
+                buffer.copy_(numbers)
+                rank_zero_warn(
+                    f"The network writes to the buffer '{name}' in evaluation mode too, so that one prediction changes "
+                    "the next: write to it `if self.training`. Observers of quantisation are switched off by "
+                    "net.apply(torch.ao.quantization.disable_observer)."
+                )
 
 
 def _check_alone(model: EnergyModel, batch: Any, each: Tensor, is_own: bool) -> None:

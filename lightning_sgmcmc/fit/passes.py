@@ -28,7 +28,7 @@ from lightning_sgmcmc.chains.row_steps import Controls
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, log_interval
 from lightning_sgmcmc.namespace import fabric, pl
 from lightning_sgmcmc.process import room_for_data
-from lightning_sgmcmc.tensors import sent
+from lightning_sgmcmc.tensors import sent, version_of
 
 _set_sampler_epoch = fabric.utilities.data._set_sampler_epoch
 LearningRateMonitor = pl.callbacks.LearningRateMonitor
@@ -79,17 +79,12 @@ class DataOnDevice:
             size = sum(tensor.nbytes for tensor in there)
             if size >= room_for_data(self.device):
                 return list(tensors)
-            self._known = {id(own): (own, _version(own), own.to(self.device)) for own in there}
+            self._known = {id(own): (own, version_of(own), own.to(self.device)) for own in there}
         return [tensor if (copy := self._copy_of(tensor)) is None else copy for tensor in tensors]
 
     def _copy_of(self, tensor: Tensor) -> Tensor | None:
         own, version, copy = self._known.get(id(tensor), (None, 0, None))
-        return copy if own is tensor and version == _version(tensor) else None
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often torch has changed a tensor's numbers."""
-    return 0 if tensor.is_inference() else tensor._version
+        return copy if own is tensor and version == version_of(tensor) else None
 
 
 class Taken:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from lightning_sgmcmc.chains.execution import network_state
@@ -253,7 +254,8 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
     elif home.startswith(hugging_face.TIMM):
         description = hugging_face.describe_timm(module, describe)
     else:
-        description = {"class": path_of(type(module)), "arguments": _arguments_of(module)}
+        own = parametrize.type_before_parametrizations(module)
+        description = {"class": path_of(own), "arguments": _arguments_of(module)}
     _check_rebuilds(module, description)
     return description
 
@@ -304,7 +306,8 @@ def _outline(module: nn.Module) -> list[Any]:
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
     """Return the module's type, or Sequential for subclasses that differ only in their constructor."""
-    return nn.Sequential if type(module).forward is nn.Sequential.forward else type(module)
+    own: Any = parametrize.type_before_parametrizations(module)  # each parametrized module has a class of its own
+    return nn.Sequential if own.forward is nn.Sequential.forward else own
 
 
 def record_arguments(cls: type[nn.Module]) -> None:

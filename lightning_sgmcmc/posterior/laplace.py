@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.execution import MASK_SEED, copy_of, network_state
+from lightning_sgmcmc.chains.execution import MASK_SEED, network_state
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
@@ -18,6 +18,7 @@ from lightning_sgmcmc.posterior.disk import whole_store
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import copied
 
 Hessian = Literal["kron", "full", "diag"]
 
@@ -80,7 +81,7 @@ def last_layer_laplace(
     if path is not None:
         known = getattr(posterior.store, "model_description", None) or describe_model(model)[0]
         into = whole_store(Path(path), known, posterior.store.columns)
-    network = collapse(copy_of(model)).eval()
+    network = collapse(copied(model)).eval()
     with into as store:
         store.columns = posterior.store.columns
         for sample in posterior:

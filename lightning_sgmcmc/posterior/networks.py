@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
-from lightning_sgmcmc.chains.execution import MASK_SEED, borrowed, copy_of, homes_of, network_state, state_of
+from lightning_sgmcmc.chains.execution import MASK_SEED, borrowed, homes_of, network_state, state_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
 from lightning_sgmcmc.files import check_regular, local_path
@@ -23,7 +23,7 @@ from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import ON_REQUEST, Members, Prediction, RegressionPrediction
 from lightning_sgmcmc.priors.centers import read_tensors, weights_in
 from lightning_sgmcmc.tables import TargetScaling
-from lightning_sgmcmc.tensors import exact
+from lightning_sgmcmc.tensors import copied, exact
 
 RUN_PARTS = (
     *("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior"),
@@ -38,6 +38,7 @@ class ForwardNetwork(nn.Module):
     def __init__(self, model: EnergyModel) -> None:
         super().__init__()
         self._class: Any = type(model)
+        self.stands_for: int | None = id(model)
         self._compiled_net: list[nn.Module] = []
         self.accepted_arguments = model.accepted_arguments
         lightning = vars(EnergyModel(None, None, None))
@@ -47,6 +48,14 @@ class ForwardNetwork(nn.Module):
         for kind in ("_parameters", "_buffers", "_modules"):
             own = {name: part for name, part in getattr(model, kind).items() if name not in ("likelihood", "prior")}
             getattr(self, kind).update(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardNetwork":
+        made = ForwardNetwork.__new__(ForwardNetwork)
+        memo[id(self)] = made
+        if self.stands_for is not None:  # functions that name the model's self have the copy there
+            memo[self.stands_for] = made
+        vars(made).update(copy.deepcopy(vars(self), memo), stands_for=None)
+        return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._class.forward(self, *args, **kwargs)
@@ -96,7 +105,7 @@ def _with_tensors(
     # No tensor is copied with the modules: each is replaced below. What a forward pass left in them has a graph.
     left = [leaf for part in network.modules() for leaf in pytree.tree_leaves(vars(part)) if isinstance(leaf, Tensor)]
     memo = {id(leaf): leaf.detach() for leaf in left if not leaf.is_leaf} | {id(t): t for t in own.values()}
-    parts: list[Any] = copy_of([network, model.likelihood], memo)
+    parts: list[Any] = copied([network, model.likelihood], memo)
     names = {id(tensor): name for name, tensor in own.items()}
     weights = {id(own[expansion.factors[0]]): expansion.name for expansion in expansions_of(model)}
     made: dict[str, Tensor] = {}

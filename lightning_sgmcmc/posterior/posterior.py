@@ -9,7 +9,6 @@ from torch import nn
 
 from lightning_sgmcmc.batches.inputs import is_object
 from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
-from lightning_sgmcmc.chains.execution import copy_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -37,7 +36,7 @@ from lightning_sgmcmc.posterior.sharing import SCHEME, pulled, push, save_sample
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.tables import is_frame
-from lightning_sgmcmc.tensors import exact
+from lightning_sgmcmc.tensors import copied, exact
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,7 +154,7 @@ class Posterior(Decisions):
             posterior = Posterior.from_states(torch.nn.Linear(4, 3), members, Categorical())
             prediction = posterior.predict(torch.randn(10, 4))
         """
-        model = EnergyModel(copy_of(net), likelihood, FlatPrior())
+        model = EnergyModel(copied(net), likelihood, FlatPrior())
         posterior = cls(samples_of_states(states, model), model)
         if weights is not None:
             given = exact(weights).reshape(-1)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.rows import rows_of
 from lightning_sgmcmc.chains.densities import Densities, vmap_refusal
-from lightning_sgmcmc.chains.execution import copy_of, state_of
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.layers import check_hooks
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -40,7 +40,7 @@ from lightning_sgmcmc.priors.state import (
 from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tables import Columns
-from lightning_sgmcmc.tensors import widest, widest_dtype
+from lightning_sgmcmc.tensors import copied, widest, widest_dtype
 
 
 def all_batches(model: EnergyModel, data: Any, batch_size: int) -> list[Any]:
@@ -334,7 +334,7 @@ class Problem:
 def plain_copy(module: BayesianModule) -> BayesianModule:
     """Return a copy of a module without its collected samples."""
     memo: dict[int, Any] = {} if module.posterior is None else {id(module.posterior): None}
-    return copy_of(module, memo)
+    return copied(module, memo)
 
 
 def _copied(module: BayesianModule) -> BayesianModule:

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks.schedule import SamplingSchedule
-from lightning_sgmcmc.chains.execution import copy_of
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.evaluation.passes import Kind
@@ -26,7 +25,7 @@ from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.singular.callback import LearningCoefficient
 from lightning_sgmcmc.singular.estimate import LearningCoefficientEstimate
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import copied, widest
 
 
 def localized(num_data: int, gamma: float = 100.0, nbeta: float | None = None) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def learning_coefficient(
     fitted = pl.Trainer(**(options | {"callbacks": [schedule, callback, *options.get("callbacks", [])]}))
     chosen: dict[str, Any] = {"sampler": sampler, "lr": lr, "num_chains": num_chains, "seed": seed}
     chosen |= localized(_count(source), gamma, nbeta) | dict(module or {})
-    made = bayesianize(copy_of(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
+    made = bayesianize(copied(network), what, copy.deepcopy(likelihood), checkpoint=checkpoint, **chosen)
     fitted.fit(made, source)
     assert callback.result is not None, "the schedule has drawn samples"
     return callback.result

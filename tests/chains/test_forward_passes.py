@@ -160,7 +160,29 @@ class CountsFrequencies(Net):
         return h + F.embedding((h.detach()[:, 0] > 0).long(), self.words.weight, scale_grad_by_freq=True)
 
 
+class MakesABuffer(Net):
+    def more(self) -> None:
+        self.register_buffer("cache", None)
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.linspace(0, 1, 8)
+        return h * self.cache
+
+
+class GrowsABuffer(Net):
+    def more(self) -> None:
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        if len(self.cache) < len(h):
+            self.cache = torch.ones(len(h))
+        return h * self.cache[: len(h), None]
+
+
 REFUSED: dict[type[Net], str] = {
+    MakesABuffer: r"buffer 'net.cache' another shape, \(8,\) for None.* net\(x\)",
+    GrowsABuffer: r"buffer 'net.cache' another shape, \(4,\) for \(2,\).* net\(x\)",
     InList: "'net.b.weight' by another way than its name",
     InLambda: "'net.a.weight' by another way",
     InPartial: "'net.a.(weight|bias)' by another way",
@@ -325,12 +347,24 @@ class HalvesInputs(Net):
         return super().forward(x.mul_(0.5))
 
 
+class KeepsAWeight(Net):
+    """A pass leaves a tensor that it computed."""
+
+    def more(self) -> None:
+        self.v = nn.Parameter(torch.randn(8, 8))
+        self.computed = torch.zeros(8, 8)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.computed = self.v / self.v.norm(dim=1, keepdim=True)
+        return h @ self.computed
+
+
 class Normed(Net):
     def more(self) -> None:
         self.a = parametrizations.weight_norm(self.a)
 
 
-HELD = [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, HalvesInputs, Normed]
+HELD = [ThreeTimes, Tied, Slices, Masked, Counts, InBuffer, OwnModes, Watches, HalvesInputs, KeepsAWeight, Normed]
 
 
 def by_torch(net: nn.Module, steps: int) -> nn.Module:
@@ -348,7 +382,7 @@ def by_torch(net: nn.Module, steps: int) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 300), (2, 300)])
+@pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 1_000), (2, 500)])
 @pytest.mark.parametrize("make", HELD)
 def test_a_network_that_computes_from_its_tensors_is_as_torch_has_it(make: type[Net], chains: int, steps: int) -> None:
     """In Lightning's loop and, after 64 steps, in blocks."""
@@ -434,3 +468,19 @@ def test_reentrant_checkpoints_are_refused_where_they_lose_gradients() -> None:
     torch.manual_seed(0)
     found = fitted(Again(), 1, chain_execution="loop").net
     torch.testing.assert_close(found.state_dict(), expected.state_dict())
+
+
+class CountsAlways(Net):
+    def more(self) -> None:
+        self.register_buffer("count", torch.zeros(()))
+
+    def between(self, h: Tensor) -> Tensor:
+        self.get_buffer("count").add_(1)
+        return h
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_the_checks_of_a_fit_leave_buffers_as_they_are(chains: int) -> None:
+    with pytest.warns(UserWarning, match=r"'net.count' in evaluation mode.*self.training"):
+        module = fitted(CountsAlways(), chains)
+    assert module.net.get_buffer("count").flatten().tolist() == [STEPS] * chains

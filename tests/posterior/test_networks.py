@@ -1,9 +1,7 @@
 """Samples as plain networks, and their average as one network: equal to the posterior's predictions, and exportable."""
 
 import copy
-import functools
 import io
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -245,86 +243,3 @@ def test_dicts_of_inputs_and_a_model_of_transformers() -> None:
     assert kept < 1.5 * sum(p.numel() for p in module.parameters()), "the encoder is in the ensemble once"
     student = posterior.distill(encoder(num_labels=3), DataLoader(data, batch_size=4), epochs=1)
     assert student.predict(data.inputs).mutual_information.shape == (8,)
-
-
-class Own(nn.Module):
-    """Two layers, of which the second is called by a method that the network keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 8), nn.Linear(8, 2)
-        self.more()
-
-    def more(self) -> None:
-        self.last: Any = self.second
-
-    def second(self, h: Tensor, scale: float = 1.0) -> Tensor:
-        return scale * self.b(h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.a(x).tanh())
-
-
-class OwnPartial(Own):
-    def more(self) -> None:
-        self.last = functools.partial(self.second, scale=0.5)
-
-
-class OwnLambda(Own):
-    def more(self) -> None:
-        self.last = lambda h: self.b(h)
-
-
-class OwnHook(Own):
-    """A hook keeps what forward uses."""
-
-    def more(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-        self.a.register_forward_hook(lambda layer, given, output: self.kept.update(a=output))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.a(x)
-        return self.b(self.kept["a"].tanh())
-
-
-class OwnLock(Own):
-    def more(self) -> None:
-        self.last, self.lock = self.second, threading.Lock()
-
-
-def fitted_own(make: type[Own]) -> Posterior:
-    torch.manual_seed(0)
-    module = BayesianModule(make(), Categorical(), lr=0.1, seed=1)
-    callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(in_memory=True)]
-    quiet_trainer(max_steps=12, callbacks=callbacks).fit(module, loader())
-    assert module.posterior is not None
-    return module.posterior
-
-
-@pytest.mark.parametrize("make", [Own, OwnPartial])
-def test_methods_that_a_network_keeps_are_those_of_the_copy(make: type[Own]) -> None:
-    posterior, x = fitted_own(make), torch.randn(9, 2)
-    mean = torch.stack([network(x).softmax(1) for network in posterior.networks()]).mean(0)
-    torch.testing.assert_close(mean, posterior.predict(x).probabilities)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (OwnLambda, ValueError, "OwnLambda.more.*holds a part of the network.*method"),
-        (OwnHook, ValueError, "'a' has a function"),
-        (OwnLock, TypeError, "lock.*outside of it"),
-    ],
-)
-def test_a_network_whose_copy_would_be_another_one_is_refused_with_the_cause(
-    make: type[Own], error: type[Exception], words: str
-) -> None:
-    posterior = fitted_own(make)
-    assert posterior.predict(torch.randn(9, 2)).probabilities.shape == (9, 2)
-    for copied in (
-        lambda: list(posterior.networks()),
-        lambda: posterior.ensemble(),
-        lambda: Posterior.from_states(make(), [make()], Categorical()),
-    ):
-        with pytest.raises(error, match=words):
-            copied()
