@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -246,14 +246,15 @@ def undisturbed_generators(module: pl.LightningModule) -> Iterator[None]:
 # -- parameters that are reached by another way ------------------------------------------------------------------------
 
 
-def fault_of_parameter(parameter: nn.Parameter, passed: Iterable[Tensor], names: Mapping[int, str]) -> str | None:
+def fault_of_parameter(parameter: nn.Parameter, passed: Container[int], names: Mapping[int, str]) -> str | None:
     """Return what is wrong with a network that computes with a parameter, if that was not passed; None for nothing.
     Warn if it is not registered.
 
     Args:
-        names: of the parameters that the passed ones replace, by their ids.
+        passed: the ids of the tensors that were.
+        names: of the parameters that these replace, by their ids.
     """
-    if any(parameter is tensor for tensor in passed):
+    if id(parameter) in passed:
         return None
     if id(parameter) in names:
         return (

@@ -265,6 +265,7 @@ class ForwardPasses:
 
     def _fault_of_graph(self, each: Tensor, passed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
         """Return what in a result's graph makes its gradient another one than the passed tensors'; None for nothing."""
+        known = {id(tensor) for tensor in passed.values()}
         names = {id(tensor): name for name, tensor in own.items()}
         if self._chains is not None:
             names |= self._chains.replaced()
@@ -284,7 +285,7 @@ class ForwardPasses:
             if getattr(node, "_saved_sparse", False) and self._are_rows:
                 return "an embedding has sparse=True, and gradients here are dense, as the prior's is: leave it out"
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and (fault := fault_of_parameter(leaf, passed.values(), names)):
+            if isinstance(leaf, nn.Parameter) and (fault := fault_of_parameter(leaf, known, names)):
                 return fault
         return None
 

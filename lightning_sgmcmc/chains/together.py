@@ -213,7 +213,7 @@ class TogetherCall:
         with _Reached() as reached:
             result = call()
         names = {id(tensor): name for name, tensor in own.items() if name in state}
-        passed = [*state.values(), *(tensor for name, tensor in own.items() if name not in state)]
+        passed = {id(tensor) for tensor in (*state.values(), *(own[name] for name in own if name not in state))}
         for parameter in reached.parameters.values():
             if (fault := fault_of_parameter(parameter, passed, names)) is not None:
                 raise ValueError(fault)
