@@ -347,7 +347,7 @@ class Posterior(Decisions):
 
         Raises:
             RuntimeError: if there are no samples, or no model.
-            ValueError: if a sample is damaged, the samples are dropout masks, or a layer has a weak reference to others.
+            ValueError: if a sample is damaged, they are dropout masks, or a layer has a weak reference to another.
         """
         return (network for network, _ in plain_networks(self.store, self._ready_model()))
 
