@@ -190,7 +190,7 @@ class TogetherCall:
             return list(self._one_by_one(states, args))
         stacked = states.stacked
         try:
-            results = self._checked(partial(call, stacked, args), stacked, state_of(self._module))
+            results = self._checked(partial(call, stacked, args), stacked, self._present())
             return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
         except Exception as error:
             # Apple's devices say so in words only.
@@ -204,6 +204,10 @@ class TogetherCall:
         found = list(self._one_by_one(states, args))  # raises if the call is at fault, and not vmap
         self._together = None
         return found
+
+    def _present(self) -> State:
+        """Return the module's own tensors, if they are needed for a check."""
+        return {} if self._is_checked else state_of(self._module)
 
     def _checked(self, call: Callable[[], Any], state: State, own: State) -> Any:
         """Return a call's result; raise at the first one if it reaches one of the module's own tensors, for which the
@@ -224,7 +228,7 @@ class TogetherCall:
         places = homes_of(self._module)
         for expansion in expansions_of(self._module):  # expanded layers take their plain weights
             places[expansion.name] = [(expansion.rule._buffers, PLAIN)]
-        present = state_of(self._module)
+        present = self._present()
         changes = True  # the network may change its inputs in place, as the first state's call tells
         with nullcontext() if states.have_masks else restored(places.values()):
             for index, state in enumerate(states.each):

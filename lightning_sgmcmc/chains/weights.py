@@ -41,7 +41,7 @@ SIGN_LOOKS = 3
 class FirstBatches:
     """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later."""
 
-    def __init__(self, model: EnergyModel, chains: StackedChains | None, are_rows: bool = False) -> None:
+    def __init__(self, model: EnergyModel, chains: StackedChains | None, are_rows: bool) -> None:
         self._model = model
         self._chains = chains
         self._passes = ForwardPasses(model, chains, are_rows)
