@@ -38,6 +38,8 @@ LEFT_OUT = {is_scaled: {"params", "initial_lr", *FOLLOWING, *CONTROLS[: 2 + is_s
 
 TOGETHER = (64, 8, 1)
 """Steps of a captured graph, the longest first: to replay one takes as long as to call some operations."""
+MOST_TOGETHER = 4_096
+"""Numbers of a step up to which they are in a tensor with others."""
 MOST_LOOPS = 64
 _LOOPS: dict[str, Any] = {}
 """Compiled functions of this process, by their operations and shapes."""
@@ -56,11 +58,12 @@ class CompiledSteps(RowSteps):
         super().__init__(*of_steps)
         self._most, self._compiles = most, compiles
         self._captures = captures(self._flat.values.device)
+        self._for_noise: Tensor | None = None
 
     def noise(self, steps: int) -> Tensor:
         """Return the coming steps' noise, or memory for that of one step, shape (C, draws · P), if they are captured
         with what draws it."""
-        return self._sampler.noise_in_place()[0] if self._captures else super().noise(steps)
+        return self._sampler.noise_in_place()[0] if self._captures else self._sampler.next_noise(steps, self._for_noise)
 
     def run(
         self,
@@ -128,7 +131,11 @@ class CompiledSteps(RowSteps):
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
             self._known[key] = None, _Room(of_steps, self._most, flat.values)
         function, room = self._known[key]
-        torch._foreach_copy_([kept[:count] for kept in room.views], of_steps)
+        pairs = zip(room.views, of_steps, strict=True)
+        elsewhere = [(kept[:count], own) for kept, own in pairs if kept.data_ptr() != own.data_ptr()]
+        torch._foreach_copy_(*zip(*elsewhere, strict=True))
+        self._for_noise = room.views[0] if of_noise else None
+        self.memory = room.views[len(of_noise) :][: len(batches)]
         if is_new:
             sizes, tensors = [*map(len, (state, fixed, in_place, of_noise, batches))], [*state, *fixed, *in_place]
             function = self._made(names, structure, axis, sizes, tensors, room, variate, choices, part)
@@ -140,7 +147,7 @@ class CompiledSteps(RowSteps):
         if first is not None:
             check_alike(seen[0, :2], first)
         are_finite = seen[:count].isfinite().all() if keeps_each else seen[1].sum() == 0
-        if not bool(are_finite & state_after[0].isfinite().all()):
+        if not bool(are_finite & state_after[0].sum().isfinite()):
             return None
         for target, source in zip(state, state_after, strict=True):
             target.copy_(source)
@@ -293,9 +300,9 @@ class CompiledSteps(RowSteps):
 
 
 class _Room:
-    """Memory for what each of the coming steps has of its own; what has the parameters' type is in one tensor.
+    """Memory for what each of the coming steps has of its own; what is small, of the parameters' type, is in one tensor.
 
-    A loop takes time for each tensor that it passes on.
+    A loop takes time for each tensor that it passes on, and to read a step's part of one that holds its inputs.
 
     Attributes:
         tensors: the memory.
@@ -303,7 +310,8 @@ class _Room:
     """
 
     def __init__(self, examples: Sequence[Tensor], most: int, values: Tensor) -> None:
-        self._shapes = [example.shape[1:] if example.dtype == values.dtype else None for example in examples]
+        own = [example.dtype != values.dtype or example[0].numel() > MOST_TOGETHER for example in examples]
+        self._shapes = [None if alone else example.shape[1:] for alone, example in zip(own, examples, strict=True)]
         self._sizes = [shape.numel() for shape in self._shapes if shape is not None]
         rows, device = values.new_zeros(most, sum(self._sizes)), values.device
         columns = iter(rows.split(self._sizes, 1))

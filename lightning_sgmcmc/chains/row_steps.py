@@ -202,6 +202,8 @@ class RowSteps:
         self._inverse = inverse
         self._known: dict[Any, Any] = {}
         """Functions by what they are made for."""
+        self.memory: Sequence[Tensor] = ()
+        """Memory for the tensors of the batches of many steps, from which these need not be copied."""
 
     def noise(self, steps: int) -> Tensor:
         """Return the normal numbers of the coming steps, shape (K, C, draws · P)."""

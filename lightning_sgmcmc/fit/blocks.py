@@ -523,7 +523,8 @@ class StepBlocks:
             ]
             noise = steps.noise(len(controls[0].lr)) if noisy == {True} else None
             candidates = 1 if choice is None else choice.candidates
-            parts = first.taken.parts([segment.taken for segment in segments[1:]], candidates, self._data)
+            following = [segment.taken for segment in segments[1:]]
+            parts = first.taken.parts(following, candidates, self._data, steps.memory)
             weights = torch.cat([self._weights_of(segment, candidates) for segment in segments])
             batches = plugin.convert_input(parts), first.taken.structure, first.taken.axis
             choices = None if choice is None else self._choices(choice, segments)

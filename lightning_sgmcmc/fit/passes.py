@@ -129,18 +129,28 @@ class Taken:
         first = step % math.ceil(self.count / self.each) * self.each
         return range(first, min(first + self.each, self.count))
 
-    def parts(self, following: Sequence["Taken"], candidates: int, data: "DataOnDevice") -> list[Tensor]:
+    @torch.no_grad()
+    def parts(
+        self, following: Sequence["Taken"], candidates: int, data: "DataOnDevice", memory: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         """Return the tensors of the batches of these steps and of those that follow, shape (K, ..., B, ...).
 
         They have an axis of candidates after that of steps if there are several, and one of chains before B if chains
         have batches of their own. Shorter batches are filled up with copies of their first datum.
+
+        Args:
+            memory: where they are put if they suit it, each of that shape or for more steps.
         """
         chains = range(len(self._rows))
         filled = [[own._filled(own._rows[chain][0], candidates) for own in (self, *following)] for chain in chains]
         of_chains = [torch.cat(own) if following else own[0] for own in filled]
         at = of_chains[0] if self.axis is None else torch.stack(of_chains, -2)
         flat, tensors = at.flatten(), data.copies_of(self._tensors)
-        found = [tensor.index_select(0, sent(flat, tensor.device)) for tensor in tensors]
+        rooms = [_room_in(own, at, tensor) for own, tensor in zip(memory or [None] * len(tensors), tensors, strict=True)]
+        found = [
+            torch.index_select(tensor, 0, sent(flat, tensor.device), out=room)
+            for tensor, room in zip(tensors, rooms, strict=True)
+        ]
         return [sent(part, data.device).view(*at.shape, *part.shape[1:]) for part in found]
 
     def _filled(self, rows: Tensor, candidates: int) -> Tensor:
@@ -186,6 +196,15 @@ class Taken:
         at = [rows.split(sizes)[place] for rows, sizes in self._rows]
         own = [self._kind(tensor[rows] for tensor in self._tensors) for rows in at]
         return own[0] if len(own) == 1 else ChainBatches(own)
+
+
+def _room_in(memory: Tensor | None, rows: Tensor, tensor: Tensor) -> Tensor | None:
+    """Return the part of some memory that takes such rows of a tensor, one after the other, if it suits them."""
+    shape = *rows.shape[1:], *tensor.shape[1:]
+    if memory is None or memory.shape[1:] != shape or len(memory) < len(rows) or not memory.is_contiguous():
+        return None
+    is_alike = (memory.dtype, memory.device) == (tensor.dtype, tensor.device)
+    return memory[: len(rows)].view(-1, *tensor.shape[1:]) if is_alike else None
 
 
 class RowsOfPass:

@@ -97,14 +97,20 @@ class ChainNoise:
             self._fill()
         return self._views
 
-    def draw_steps(self, steps: int) -> Tensor:
-        """Return the numbers of the next steps, shape (K, C, columns); the next call overwrites them."""
+    def draw_steps(self, steps: int, memory: Tensor | None = None) -> Tensor:
+        """Return the numbers of the next steps, shape (K, C, columns); the next call overwrites them.
+
+        Args:
+            memory: what they are drawn into, of that shape or for more steps; it keeps memory of its own otherwise.
+        """
         self.states()
         first, chains = self._parameters[0], self.num_chains
         shape = (max(steps, len(self._rows) // chains), chains, self.draws * self._starts[-1])
-        if self._of_steps.shape != shape or self._of_steps.device != first.device:
-            self._of_steps = torch.empty(shape, dtype=first.dtype, device=first.device)
-            self._rows = list(self._of_steps.flatten(0, 1))
+        if memory is None and (self._of_steps.shape != shape or self._of_steps.device != first.device):
+            memory = torch.empty(shape, dtype=first.dtype, device=first.device)
+        if memory is not None and memory is not self._of_steps:
+            self._of_steps = memory
+            self._rows = [row for step in memory.unbind() for row in step.unbind()]
         for chain, generator in enumerate(self._generators):
             for row in self._rows[chain : steps * chains : chains]:
                 row.normal_(generator=generator)

@@ -405,9 +405,10 @@ class Sampler(UpdateRule):
         """Bytes of the memory in which noise is drawn: `draws` copies of the parameters, or a block of a large one."""
         return self._noise.nbytes(self._takes_blocks)
 
-    def next_noise(self, steps: int) -> Tensor:
-        """Return the normal numbers of the coming steps, shape (K, C, `draws` · P), which these then have drawn."""
-        return self._noise.draw_steps(steps)
+    def next_noise(self, steps: int, memory: Tensor | None = None) -> Tensor:
+        """Return the normal numbers of the coming steps, shape (K, C, `draws` · P), which these then have drawn; see
+        `ChainNoise.draw_steps`."""
+        return self._noise.draw_steps(steps, memory)
 
     def noise_in_place(self) -> tuple[Tensor, Callable[[], None], list[torch.Generator]]:
         """Return memory for a step's normal numbers, shape (C, `draws` · P), what refills it, and the generators."""
