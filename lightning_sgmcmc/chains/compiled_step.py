@@ -23,6 +23,7 @@ from lightning_sgmcmc.chains.row_steps import (
     Choices,
     Controls,
     ControlVariate,
+    Rows,
     RowSteps,
     StepPart,
     corrected,
@@ -52,18 +53,20 @@ class CompiledSteps(RowSteps):
         of_steps: see `RowSteps`.
         most: steps that are made at once.
         compiles: whether a captured function is compiled too.
+        apart: see `RowSteps`.
     """
 
-    def __init__(self, *of_steps: Any, most: int, compiles: bool = True) -> None:
-        super().__init__(*of_steps)
+    def __init__(self, *of_steps: Any, most: int, compiles: bool = True, apart: bool = False) -> None:
+        super().__init__(*of_steps, apart=apart)
         self._most, self._compiles = most, compiles
         self._captures = captures(self._flat.values.device)
         self._for_noise: Tensor | None = None
 
     def noise(self, steps: int) -> Tensor:
         """Return the coming steps' noise, or memory for that of one step, shape (C, draws · P), if they are captured
-        with what draws it."""
-        return self._sampler.noise_in_place()[0] if self._captures else self._sampler.next_noise(steps, self._for_noise)
+        with what draws it, or each chain draws its own."""
+        in_place = self._captures or self._apart
+        return self._sampler.noise_in_place()[0] if in_place else self._sampler.next_noise(steps, self._for_noise)
 
     def run(
         self,
@@ -101,11 +104,62 @@ class CompiledSteps(RowSteps):
             NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
                 energies are not `first` or `last`; no step is made then.
         """
-        sampler, flat, count = self._sampler, self._flat, weights.shape[0]
-        buffers = [(place, name, rows) for place, group in enumerate(flat.groups) for name, rows in group.buffers]
+        count, found = weights.shape[0], []
+        if last is not None:
+            self._check_last(batches, structure, axis, weights, last, choices)
+        for rows in self._all_rows():
+            own = batches if axis is None else [tensor[:, rows.at] for tensor in batches]
+            before = None if first is None else first[:, rows.at]
+            drawn = self._drawn(rows, noise, count)
+            of_rows = own, structure, axis, weights, drawn, rows.of(controls), before, variate, choices, part
+            if (made := self._made_by(rows, *of_rows)) is None:
+                return None
+            found.append(made)
+        for state, after, _ in found:
+            for target, source in zip(state, after, strict=True):
+                target.copy_(source)
+        energies = torch.cat([of_rows for *_, of_rows in found], -1)
+        self._count(controls, count)
+        if part is not None:
+            part.end(count, corrected(energies))
+        if variate is not None:
+            variate.end(count)
+        if choices is not None:
+            choices.by.end(choices.chances, found[0][0][-1])
+        return energies[[max(0, len(energies) - 2), -1]]
+
+    def _drawn(self, rows: Rows, noise: Tensor | None, count: int) -> Tensor | None:
+        """Return the noise of some chains' steps, which one that makes them alone draws now."""
+        if noise is None or rows.generator is None:
+            return noise
+        memory = self._for_noise
+        if memory is None:
+            memory = noise.new_empty(count, 1, noise.shape[1])
+        for own in memory[:count].unbind():
+            own.normal_(generator=rows.generator)
+        return memory[:count]
+
+    def _made_by(
+        self,
+        rows: Rows,
+        batches: Sequence[Tensor],
+        structure: Any,
+        axis: int | None,
+        weights: Tensor,
+        noise: Tensor | None,
+        controls: Sequence[Controls],
+        first: Tensor | None,
+        variate: ControlVariate | None,
+        choices: Choices | None,
+        part: StepPart | None,
+    ) -> tuple[list[Tensor], list[Tensor], Tensor] | None:
+        """Return the tensors of some chains' state, what they are after some steps, and the energies of these; see
+        `run`."""
+        sampler, values, count = rows.rule, rows.values, weights.shape[0]
+        buffers = [(place, name, own) for place, group in enumerate(rows.groups) for name, own in group.buffers]
         counted = [sampler.counted(group) for group in sampler.param_groups]
         columns, form = self._columns(controls, counted, count)
-        shapes = tuple([(part.shape[1:], part.dtype) for part in batches])
+        shapes = tuple([(tensor.shape[1:], tensor.dtype) for tensor in batches])
         is_scaled = part is not None and part.scales
         options = repr([_fixed(*own, is_scaled) for own in zip(sampler.param_groups, counted, strict=True)])
         names = tuple([(place, name) for place, name, _ in buffers])
@@ -117,19 +171,17 @@ class CompiledSteps(RowSteps):
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read, own = ([], [], []) if part is None else (part.state, part.fixed, [part.numbers(count)])
         if choices is not None:
-            learned = [flat.values.new_zeros(len(flat.values), dtype=torch.int64)]
+            learned = [values.new_zeros(len(values), dtype=torch.int64)]
             own = [choices.chances, choices.shares]
         in_place = [noise] if self._captures and noise is not None else []
         of_noise = [] if self._captures or noise is None else [noise]
-        fixed = _apart([*self._others.values(), *read, *([] if variate is None else variate.tensors)])
-        state = [flat.values, *(rows for *_, rows in buffers), *learned]
-        of_steps = [sent(own, flat.values.device) for own in [*of_noise, *batches, weights, *scalars, *columns, *own]]
-        if last is not None:
-            self._check_last(batches, structure, axis, weights, last, choices)
+        fixed = _apart([*rows.others, *read, *([] if variate is None else variate.tensors)])
+        state = [values, *(own for *_, own in buffers), *learned]
+        of_steps = [sent(own, values.device) for own in [*of_noise, *batches, weights, *scalars, *columns, *own]]
         if is_new := key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
-            self._known[key] = None, _Room(of_steps, self._most, flat.values)
+            self._known[key] = None, _Room(of_steps, self._most, values)
         function, room = self._known[key]
         pairs = zip(room.views, of_steps, strict=True)
         elsewhere = [(kept[:count], own) for kept, own in pairs if kept.data_ptr() != own.data_ptr()]
@@ -138,33 +190,21 @@ class CompiledSteps(RowSteps):
         self.memory = room.views[len(of_noise) :][: len(batches)]
         if is_new:
             sizes, tensors = [*map(len, (state, fixed, in_place, of_noise, batches))], [*state, *fixed, *in_place]
-            function = self._made(names, structure, axis, sizes, tensors, room, variate, choices, part)
+            function = self._made(sampler, names, structure, axis, sizes, tensors, room, variate, choices, part)
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
-        _, *state_after, seen = function([*self._carried(state, variate, keeps_each), *fixed], room.tensors, count)
-        energies: Tensor = seen[:count] if keeps_each else seen[2:]
+        _, *after, seen = function([*self._carried(state, variate, keeps_each), *fixed], room.tensors, count)
         if first is not None:
             check_alike(seen[0, :2], first)
         are_finite = seen[:count].isfinite().all() if keeps_each else seen[1].sum() == 0
-        if not bool(are_finite & state_after[0].sum().isfinite()):
-            return None
-        for target, source in zip(state, state_after, strict=True):
-            target.copy_(source)
-        self._count(controls, count)
-        if part is not None:
-            part.end(count, corrected(energies))
-        if variate is not None:
-            variate.end(count)
-        if choices is not None:
-            choices.by.end(choices.chances, learned[0])
-        return energies if not keeps_each else energies[[max(0, count - 2), count - 1]]
+        is_made = bool(are_finite & after[0].sum().isfinite())
+        return (state, after, seen[:count] if keeps_each else seen[2:]) if is_made else None
 
     def _carried(self, state: list[Tensor], variate: ControlVariate | None, keeps_each: bool) -> list[Tensor]:
         """Return what the steps begin with: their number, the state, and the energies of all, or the first, how often
         each was not finite, and the last two."""
-        rows = 2 if variate is None or variate.mean is None else 3
-        values = self._flat.values
+        rows, values = 2 if variate is None or variate.mean is None else 3, state[0]
         nothing = values.new_zeros(self._most if keeps_each else 4, rows, len(values))
         return [values.new_zeros((), dtype=torch.int64), *state, nothing]
 
@@ -189,6 +229,7 @@ class CompiledSteps(RowSteps):
 
     def _made(
         self,
+        sampler: Sampler,
         names: Any,
         structure: Any,
         axis: int | None,
@@ -235,7 +276,7 @@ class CompiledSteps(RowSteps):
                 learned = part.learn(learned, found, number)
             buffers = dict(zip(names, rows, strict=True))
             noise = [*(own.clone() for own in in_place), *drawn]  # a rule may scale it
-            counted = self._update(values, gradient, buffers, noise, columns, num_data, multiplier, choose)
+            counted = self._update(sampler, values, gradient, buffers, noise, columns, num_data, multiplier, choose)
             learned = learned if counted is None else [learned[0] + counted]
             if part is not None and part.keeps_each:
                 seen = seen.index_copy(0, at, numbers[None])
@@ -250,12 +291,13 @@ class CompiledSteps(RowSteps):
         traced = trace(step, given, self._model)
         if not self._captures:
             return _compiled_loop(traced, given, len(carried))
-        draws, generators = self._sampler.noise_in_place()[1:] if counts[2] else (None, [])
+        draws, generators = sampler.noise_in_place()[1:] if counts[2] else (None, [])
         kept = len(carried) + counts[1]
         return _CapturedSteps(traced, given, len(carried), kept, draws, generators, self._compiles)
 
     def _update(
         self,
+        sampler: Sampler,
         values: Tensor,
         gradient: Tensor,
         buffers: Mapping[tuple[int, str], Tensor],
@@ -267,12 +309,13 @@ class CompiledSteps(RowSteps):
     ) -> Tensor | None:
         """Make the rule's update of rows in place, with controls and N that are tensors; return what a choice among
         several gradients counts."""
-        sampler, width, counted = self._sampler, self._flat.values.shape[1], None
-        of_groups = values.split([part.values.shape[1] for part in self._flat.groups], 1)
+        width, counted, flat = values.shape[1], None, sampler.flat
+        assert flat is not None
+        of_groups = values.split([part.values.shape[1] for part in flat.groups], 1)
         of_places = range(len(of_groups))
         rows = [{name: rows for (place, name), rows in buffers.items() if place == own} for own in of_places]
         own_number = {} if sampler.num_data is None else {"num_data": num_data}
-        rule = rule_of(sampler, self._flat.with_rows(of_groups, rows), **own_number)
+        rule = rule_of(sampler, flat.with_rows(of_groups, rows), **own_number)
         counts = iter(columns[2 * len(sampler.param_groups) :])
         groups: list[tuple[dict[str, Any], Tensor, tuple[str, ...]]] = []
         for place, (group, own) in enumerate(zip(sampler.param_groups, of_groups, strict=True)):
@@ -300,7 +343,7 @@ class CompiledSteps(RowSteps):
 
 
 class _Room:
-    """Memory for what each of the coming steps has of its own; what is small, of the parameters' type, is in one tensor.
+    """Memory for what each of the coming steps has of its own; small ones of the parameters' type are in one tensor.
 
     A loop takes time for each tensor that it passes on, and to read a step's part of one that holds its inputs.
 

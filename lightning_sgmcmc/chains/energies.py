@@ -188,18 +188,19 @@ class ChainEnergies:
         """Whether some of the coming batches are looked at."""
         return self.first_batches is not None and self.first_batches.is_looking
 
-    def compiled_steps(self, sampler: Sampler, clip: Clip, most: int, compiles: bool) -> CompiledSteps:
+    def compiled_steps(self, sampler: Sampler, clip: Clip, apart: bool, most: int, compiles: bool) -> CompiledSteps:
         """Return what makes steps of these energies, so many at once, by compiled functions or, on a GPU, by graphs.
 
         Args:
             sampler: its state is in the rows.
             clip: changes the gradients that it takes.
+            apart: whether chains make these steps one after another.
         """
         assert self._rows is not None
-        return CompiledSteps(*self._rows.of_steps(sampler, clip), most=most, compiles=compiles)
+        return CompiledSteps(*self._rows.of_steps(sampler, clip), most=most, compiles=compiles, apart=apart)
 
     def listed_steps(self, sampler: Sampler, clip: Clip, apart: bool) -> ListedSteps:
-        """Return what makes steps of these energies as lists of operations, as `compiled_steps`; see `ListedSteps`."""
+        """Return what makes steps of these energies as lists of operations, as `compiled_steps`."""
         assert self._rows is not None
         return ListedSteps(*self._rows.of_steps(sampler, clip), apart=apart)
 

@@ -9,55 +9,20 @@ Where all chains together have no room in a processor's cache, one makes all of 
 and its noise is drawn just before it is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, RowSteps, rule_of
+from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, Rows, RowSteps
 from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, Parts, check_alike, parted, trace
-from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.rows import FlatGroup
 from lightning_sgmcmc.samplers.sampler import CONTROLS
-from lightning_sgmcmc.tensors import Control
-
-
-class _Rows(NamedTuple):
-    """The rows of some chains, and the rule that updates them.
-
-    Attributes:
-        at: the chains.
-        values: their parameters, shape (C', P).
-        groups: their columns by the rule's groups.
-        draw: draws a step's noise, if that is done in each.
-    """
-
-    at: slice
-    values: Tensor
-    rule: Sampler
-    groups: Sequence[FlatGroup]
-    draw: Callable[[], Tensor] | None = None
 
 
 class ListedSteps(RowSteps):
-    """Makes steps of a sampler, with one list of operations for each form of a batch.
-
-    Args:
-        of_steps: see `RowSteps`.
-        apart: whether chains make the coming steps one after another, which they do not with a stand-in; these have
-            no variate, and no choices.
-    """
-
-    def __init__(self, *of_steps: Any, apart: bool = False) -> None:
-        super().__init__(*of_steps)
-        self._apart = apart
-
-    def noise(self, steps: int) -> Tensor:
-        """Return the coming steps' noise, or of chains that make them apart memory for that of one step."""
-        return self._sampler.noise_in_place()[0] if self._apart else super().noise(steps)
+    """Makes steps of a sampler, with one list of operations for each form of a batch."""
 
     @torch.no_grad()
     def run(
@@ -83,16 +48,15 @@ class ListedSteps(RowSteps):
         restore, count_before = self._restoring(), sampler.step_count
         found, counted = [], list[Tensor]()
         try:
-            for rows in self._all_rows(noise is not None):
+            for rows in self._all_rows():
                 own = batches if axis is None else [part[:, rows.at] for part in batches]
                 of_steps = [*zip(*(part.unbind() for part in (weights, *shares, *own)), strict=True)]
-                others = [tensor[rows.at] if self._is_apart else tensor for tensor in self._others.values()]
-                kept = [rows.values, self._inverse, *others, *([] if variate is None else variate.tensors)]
+                kept = [rows.values, self._inverse, *rows.others, *([] if variate is None else variate.tensors)]
                 parts = self._operations(kept, of_steps[0], structure, axis, variate, len(shares))
                 steady = parts.before(*kept)
                 if first is not None:
                     check_alike(parts.after(*steady, *of_steps[0])[1][:2], first[:, rows.at])
-                found.append(self._made(rows, parts, steady, of_steps, noise, controls, choices, counted))
+                found.append(self._made(rows, parts, steady, of_steps, noise, rows.of(controls), choices, counted))
         except BaseException:
             restore(None)
             raise
@@ -111,29 +75,9 @@ class ListedSteps(RowSteps):
             choices.by.end(choices.chances, torch.stack(counted).sum(0))
         return numbers[[0, -1]]
 
-    @property
-    def _is_apart(self) -> bool:
-        return self._apart and self._sampler.stand_in is None
-
-    def _all_rows(self, are_noisy: bool) -> Iterator[_Rows]:
-        """Return, one by one, the chains that make their steps together."""
-        flat, sampler = self._flat, self._sampler
-        if not self._is_apart:
-            yield _Rows(slice(None), flat.values, sampler, flat.groups)
-            return
-        buffer, _, generators = sampler.noise_in_place() if are_noisy else (None, None, ())
-        for chain in range(len(flat.values)):
-            at = slice(chain, chain + 1)
-            rows = [{name: buffer[at] for name, buffer in part.buffers} for part in flat.groups]
-            own = flat.with_rows([part.values[at] for part in flat.groups], rows)
-            options = [dict(group) for group in sampler.param_groups]
-            rule = rule_of(sampler, own, num_chains=1, param_groups=options)
-            draw = None if buffer is None else partial(buffer[at].normal_, generator=generators[chain])
-            yield _Rows(at, flat.values[at], rule, own.groups, draw)
-
     def _made(
         self,
-        rows: _Rows,
+        rows: Rows,
         parts: Parts,
         steady: Sequence[Tensor],
         of_steps: Sequence[tuple[Tensor, ...]],
@@ -154,8 +98,7 @@ class ListedSteps(RowSteps):
                 gradient, energies = parts.after(*steady, *given)
                 found.append(energies)
             for group, own_controls in zip(groups, controls, strict=True):
-                group["lr"] = _of(own_controls.lr[step], rows.at)
-                group["temperature"] = _of(own_controls.temperature[step], rows.at)
+                group["lr"], group["temperature"] = own_controls.lr[step], own_controls.temperature[step]
             if stand_in is not None:
                 flat.set_gradients(gradient)
                 stand_in()
@@ -167,7 +110,8 @@ class ListedSteps(RowSteps):
                 counted.append(count)
             start, numbers = 0, None
             if noise is not None:
-                numbers = noise[step] if rows.draw is None else rows.draw()
+                own = rows.generator
+                numbers = noise[step] if own is None else noise[rows.at].normal_(generator=own)
             for group, part in zip(groups, rows.groups, strict=True):
                 stop = start + part.values.shape[1]
                 drawn = None if numbers is None else _noise_of(numbers, start, stop, flat.values.shape[1])
@@ -229,11 +173,6 @@ class ListedSteps(RowSteps):
             self._known[key] = parted(trace(energies, tensors, self._model), tensors, len(kept), kept[0])
         made: Parts = self._known[key]
         return made
-
-
-def _of(control: Control, chains: slice) -> Control:
-    """Return a control of some chains."""
-    return control[chains] if isinstance(control, Tensor) and control.dim() else control
 
 
 def _noise_of(noise: Tensor, start: int, stop: int, width: int) -> list[Tensor]:

@@ -3,7 +3,7 @@
 `chains.compiled_step` and `chains.listed_steps` make them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.traced import check_alike, with_gradient
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.rows import FlatParameters
+from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.tensors import Control, exact
 
 FOLLOWING = ("last_lr",)
@@ -153,6 +153,36 @@ class Choices(NamedTuple):
     shares: Tensor
 
 
+class Rows(NamedTuple):
+    """The rows of some chains, and the rule that updates them.
+
+    Attributes:
+        at: the chains.
+        values: their parameters, shape (C', P).
+        rule: a sampler with their state.
+        groups: their columns by the rule's groups.
+        others: the model's other tensors.
+        generator: draws the noise of a chain that makes its steps alone.
+    """
+
+    at: slice
+    values: Tensor
+    rule: Sampler
+    groups: Sequence[FlatGroup]
+    others: Sequence[Tensor]
+    generator: torch.Generator | None = None
+
+    def of(self, controls: Sequence[Controls]) -> list[Controls]:
+        """Return the controls of these chains."""
+        if self.generator is None:  # they are all
+            return [*controls]
+        return [Controls(*([_of(own, self.at) for own in values] for values in group)) for group in controls]
+
+
+def _of(control: Control, chains: slice) -> Control:
+    return control[chains] if isinstance(control, Tensor) and control.dim() else control
+
+
 def rule_of(sampler: Sampler, flat: FlatParameters, **attributes: Any) -> Any:
     """Return a copy of a sampler whose rows and state are others, and some attributes."""
     rule: Any = object.__new__(type(sampler))
@@ -179,6 +209,8 @@ class RowSteps:
         flat: the sampled parameters, with their state as rows.
         inverse: 1/N, shape ().
         clip: see `Clip`.
+        apart: whether chains make the coming steps one after another, which they do not with a stand-in; these have
+            no variate, no choices, and no part of a callback.
     """
 
     def __init__(
@@ -191,6 +223,8 @@ class RowSteps:
         sampler: Sampler,
         inverse: Tensor,
         clip: Clip = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._energies = energies
         self._clip = clip
@@ -200,14 +234,35 @@ class RowSteps:
         self._flat = flat
         self._sampler = sampler
         self._inverse = inverse
+        self._apart = apart
         self._known: dict[Any, Any] = {}
         """Functions by what they are made for."""
         self.memory: Sequence[Tensor] = ()
         """Memory for the tensors of the batches of many steps, from which these need not be copied."""
 
     def noise(self, steps: int) -> Tensor:
-        """Return the normal numbers of the coming steps, shape (K, C, draws · P)."""
-        return self._sampler.next_noise(steps)
+        """Return the normal numbers of the coming steps, shape (K, C, draws · P), or of chains that make them apart
+        memory for those of one step, shape (C, draws · P)."""
+        return self._sampler.noise_in_place()[0] if self._apart else self._sampler.next_noise(steps)
+
+    @property
+    def _is_apart(self) -> bool:
+        return self._apart and self._sampler.stand_in is None
+
+    def _all_rows(self) -> Iterator[Rows]:
+        """Return, one by one, the chains that make their steps together."""
+        flat, sampler, others = self._flat, self._sampler, [*self._others.values()]
+        if not self._is_apart:
+            yield Rows(slice(None), flat.values, sampler, flat.groups, others)
+            return
+        generators = sampler.noise_in_place()[2]
+        for chain in range(len(flat.values)):
+            at = slice(chain, chain + 1)
+            rows = [{name: buffer[at] for name, buffer in part.buffers} for part in flat.groups]
+            own = flat.with_rows([part.values[at] for part in flat.groups], rows)
+            options = [dict(group) for group in sampler.param_groups]
+            rule = rule_of(sampler, own, num_chains=1, param_groups=options)
+            yield Rows(at, flat.values[at], rule, own.groups, [tensor[at] for tensor in others], generators[chain])
 
     def _with_gradient(
         self,

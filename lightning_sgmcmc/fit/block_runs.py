@@ -32,15 +32,14 @@ CACHED = 1_000_000
 """Sampled numbers of all chains above which one after another makes many steps on a CPU."""
 COMPILATION, AGAIN = 15, 5
 """Seconds in which a step is compiled, first and by a later process from torch's cache."""
-SAVED, SAVED_LEARNING = 1.8e-4, 1.5e-3
-"""Seconds that a compiled step saves of a listed one, and of a single one in which a callback learns."""
+SAVED, SAVED_OF_A_NUMBER, SAVED_LEARNING = 1.8e-4, 2.4e-9, 1.5e-3
+"""Seconds that a compiled step saves of a listed one, with each number that all chains sample, and of a single one in
+which a callback learns."""
 WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
-callback."""
+callback; in a network of few numbers."""
 TIMED = 6e-4
 """Seconds of a run's `max_time` that count as a step: in 30 s compiled steps make up for twice their compilation."""
-LARGEST_COMPILED = 200_000
-"""Sampled numbers of all chains from which compiling saves nothing on a CPU, as with convolutions."""
 SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
 """The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
@@ -184,7 +183,7 @@ def numbers_of(module: ChainModel) -> int:
 
 
 def runs_apart(trainer: Any, module: ChainModel) -> bool:
-    """Return whether steps are listed for one chain after another, since all together have no room in a processor's
+    """Return whether steps are those of one chain after another, since all together have no room in a processor's
     cache; no callback does something in each."""
     if trainer.strategy.root_device.type != "cpu" or not CACHED < numbers_of(module) <= WHOLE:
         return False
@@ -270,18 +269,22 @@ def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) ->
     """Return whether the steps of a run are compiled, which saves more than it takes; some callbacks act in them."""
     if captures(module.device):
         return module.chains.compiled == "auto" and steps >= WORTH_CAPTURED and why_not_compiled("cuda") is None
+    fewest = WORTH_COMPILING * SAVED / _saved(module)
     if _learn(acting):
-        fewest = min(WORTH_COMPILING, WORTH_LEARNING)
-    elif numbers_of(module) > LARGEST_COMPILED or any(isinstance(part, _ConvNd) for part in module.modules()):
-        return False  # such arithmetic is no faster compiled
-    else:
-        fewest = WORTH_COMPILING
+        fewest = min(fewest, WORTH_LEARNING)
+    elif any(isinstance(part, _ConvNd) for part in module.modules()):
+        return False  # their arithmetic is no faster compiled
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 
 
-def say_compilation(steps: float, acting: Sequence[RunCallback], are_captured: bool) -> None:
+def _saved(module: ChainModel) -> float:
+    """Return the seconds that a compiled step saves of a listed one."""
+    return SAVED + SAVED_OF_A_NUMBER * numbers_of(module)
+
+
+def say_compilation(module: ChainModel, steps: float, acting: Sequence[RunCallback], are_captured: bool) -> None:
     """Say what compiling the coming steps takes and saves."""
-    each = SAVED_CAPTURED if are_captured else SAVED_LEARNING if _learn(acting) else SAVED
+    each = SAVED_CAPTURED if are_captured else SAVED_LEARNING if _learn(acting) else _saved(module)
     saved = f"{steps * each:,.0f} s" if math.isfinite(steps) else f"{each * 1e6:,.0f} µs a step"
     rank_zero_info(
         f"Steps are compiled, in about {COMPILATION} s the first time and {AGAIN} s in later processes, which saves "

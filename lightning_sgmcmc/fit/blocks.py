@@ -148,7 +148,7 @@ class StepBlocks:
         """Whether steps are captured, with what draws their noise."""
         numbers = numbers_of(module) * max(1, self._sampler.draws)
         self._apart = runs_apart(trainer, module)
-        """Whether listed steps are those of one chain after another."""
+        """Whether steps are those of one chain after another."""
         most = MOST if self._captures else max(1, min(MOST, MOST_NORMAL // numbers))
         self._most = max(most, MOST_APART) if self._apart else most
         """Steps of a block."""
@@ -553,8 +553,10 @@ class StepBlocks:
         if self._compiled is None:
             left = expected_steps(self._trainer) - self._trainer.global_step
             if self._compiles:
-                say_compilation(left, self._acting, self._captures)
-            self._compiled = energies.compiled_steps(sampler, self._singles.clip, self._most, self._compiles)
+                say_compilation(self._module, left, self._acting, self._captures)
+            self._compiled = energies.compiled_steps(
+                sampler, self._singles.clip, self._apart, self._most, self._compiles
+            )
         return self._compiled
 
     def _choices(self, choice: GradientChoice, segments: Sequence[Segment]) -> Choices:

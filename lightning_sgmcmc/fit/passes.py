@@ -146,7 +146,9 @@ class Taken:
         of_chains = [torch.cat(own) if following else own[0] for own in filled]
         at = of_chains[0] if self.axis is None else torch.stack(of_chains, -2)
         flat, tensors = at.flatten(), data.copies_of(self._tensors)
-        rooms = [_room_in(own, at, tensor) for own, tensor in zip(memory or [None] * len(tensors), tensors, strict=True)]
+        rooms = [
+            _room_in(own, at, tensor) for own, tensor in zip(memory or [None] * len(tensors), tensors, strict=True)
+        ]
         found = [
             torch.index_select(tensor, 0, sent(flat, tensor.device), out=room)
             for tensor, room in zip(tensors, rooms, strict=True)

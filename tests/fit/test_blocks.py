@@ -58,10 +58,11 @@ DATA = TensorDataset(x, y)
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
 CAPTURED = pytest.param("captured", marks=pytest.mark.slow)
 FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow]), CAPTURED]
-ALL, LISTED = ["apart", *FORMS], ["traced", "apart"]
+APART = ["apart", pytest.param("compiled apart", marks=[needs_compiler, pytest.mark.slow])]
+ALL, LISTED = [*APART, *FORMS], ["traced", "apart"]
 BOTH = ["traced", pytest.param("compiled", marks=needs_compiler), "captured"]
 """The forms of tests that compile by default; "traced" steps of one chain are listed, "captured" ones are those of a
-GPU, called in the place of a replay, and "apart" those of one chain after another."""
+GPU, called in the place of a replay, and "apart" and "compiled apart" those of one chain after another."""
 STEPS = {"traced": ListedSteps, "compiled": CompiledSteps, "captured": CompiledSteps}
 """What makes the steps of one chain in a form."""
 
@@ -100,10 +101,10 @@ class Run:
         **options: Any,
     ) -> None:
         monkeypatch.setattr(block_runs, "FEWEST", 0 if form else math.inf)
-        monkeypatch.setattr(block_runs, "WORTH_COMPILING", 0 if form == "compiled" else math.inf)
+        monkeypatch.setattr(block_runs, "WORTH_COMPILING", 0 if form in ("compiled", "compiled apart") else math.inf)
         for name in (compiled_step, blocks, block_runs):
             monkeypatch.setattr(name, "captures", lambda device: form == "captured")
-        monkeypatch.setattr(block_runs, "CACHED", 0 if form == "apart" else math.inf)
+        monkeypatch.setattr(block_runs, "CACHED", 0 if form in ("apart", "compiled apart") else math.inf)
         monkeypatch.setattr(compiled_step, "captured", called)
         self.collector = SampleCollector(in_memory=True)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | options

@@ -69,7 +69,7 @@ def test_more_than_tensor_operations(form: str, chains: int, kind: Any, monkeypa
     run(form).check_like(run(None))
 
 
-@pytest.mark.parametrize("form", [*BOTH, "apart"])
+@pytest.mark.parametrize("form", [*BOTH, "apart", pytest.param("compiled apart", marks=needs_compiler)])
 def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(2_000, 3, generator=torch.Generator().manual_seed(5))
     targets = rows[:, :1].sin()
@@ -241,13 +241,8 @@ def test_variates_correct_gradients_before_they_are_clipped(monkeypatch: pytest.
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["convolution", "many numbers"])
-def test_what_is_no_faster_compiled_is_listed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "many numbers":
-        monkeypatch.setattr("lightning_sgmcmc.fit.block_runs.LARGEST_COMPILED", 10)
-        net = network()
-    else:
-        net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(2 * x.shape[1], 1))
+def test_convolutions_are_listed_since_they_are_no_faster_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(2 * x.shape[1], 1))
     module = BayesianModule(net, Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
     made = Run("compiled", monkeypatch, module=module, epochs=20)
     assert (made.compiled, made.hidden > 60) == (0, True)
