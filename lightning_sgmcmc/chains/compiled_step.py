@@ -183,9 +183,9 @@ class CompiledSteps(RowSteps):
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
             self._known[key] = None, _Room(of_steps, self._most, values)
         function, room = self._known[key]
-        pairs = zip(room.views, of_steps, strict=True)
+        pairs = [*zip(room.views, of_steps, strict=True)]
         elsewhere = [(kept[:count], own) for kept, own in pairs if kept.data_ptr() != own.data_ptr()]
-        torch._foreach_copy_(*zip(*elsewhere, strict=True))
+        torch._foreach_copy_([kept for kept, _ in elsewhere], [own for _, own in elsewhere])
         self._for_noise = room.views[0] if of_noise else None
         self.memory = room.views[len(of_noise) :][: len(batches)]
         if is_new:

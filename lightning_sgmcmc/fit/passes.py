@@ -145,13 +145,10 @@ class Taken:
         filled = [[own._filled(own._rows[chain][0], candidates) for own in (self, *following)] for chain in chains]
         of_chains = [torch.cat(own) if following else own[0] for own in filled]
         at = of_chains[0] if self.axis is None else torch.stack(of_chains, -2)
-        flat, tensors = at.flatten(), data.copies_of(self._tensors)
-        rooms = [
-            _room_in(own, at, tensor) for own, tensor in zip(memory or [None] * len(tensors), tensors, strict=True)
-        ]
+        flat, tensors, rooms = at.flatten(), data.copies_of(self._tensors), dict(enumerate(memory))
         found = [
-            torch.index_select(tensor, 0, sent(flat, tensor.device), out=room)
-            for tensor, room in zip(tensors, rooms, strict=True)
+            torch.index_select(tensor, 0, sent(flat, tensor.device), out=_room_in(rooms.get(place), at, tensor))
+            for place, tensor in enumerate(tensors)
         ]
         return [sent(part, data.device).view(*at.shape, *part.shape[1:]) for part in found]
 

@@ -406,8 +406,7 @@ class Sampler(UpdateRule):
         return self._noise.nbytes(self._takes_blocks)
 
     def next_noise(self, steps: int, memory: Tensor | None = None) -> Tensor:
-        """Return the normal numbers of the coming steps, shape (K, C, `draws` · P), which these then have drawn; see
-        `ChainNoise.draw_steps`."""
+        """Return the normal numbers of the coming steps, shape (K, C, `draws` · P); see `ChainNoise.draw_steps`."""
         return self._noise.draw_steps(steps, memory)
 
     def noise_in_place(self) -> tuple[Tensor, Callable[[], None], list[torch.Generator]]:

@@ -57,9 +57,9 @@ DATA = TensorDataset(x, y)
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
 CAPTURED = pytest.param("captured", marks=pytest.mark.slow)
-FORMS = ["traced", pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow]), CAPTURED]
-APART = ["apart", pytest.param("compiled apart", marks=[needs_compiler, pytest.mark.slow])]
-ALL, LISTED = [*APART, *FORMS], ["traced", "apart"]
+SLOW = [needs_compiler, pytest.mark.slow]
+FORMS = ["traced", pytest.param("compiled", marks=SLOW), CAPTURED]
+ALL, LISTED = ["apart", pytest.param("compiled apart", marks=SLOW), *FORMS], ["traced", "apart"]
 BOTH = ["traced", pytest.param("compiled", marks=needs_compiler), "captured"]
 """The forms of tests that compile by default; "traced" steps of one chain are listed, "captured" ones are those of a
 GPU, called in the place of a replay, and "apart" and "compiled apart" those of one chain after another."""
