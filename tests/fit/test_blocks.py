@@ -56,9 +56,8 @@ y = x[:, :1].sin() + 0.1 * torch.randn(N, 1, generator=generator)
 DATA = TensorDataset(x, y)
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
-CAPTURED = pytest.param("captured", marks=pytest.mark.slow)
 SLOW = [needs_compiler, pytest.mark.slow]
-FORMS = ["traced", pytest.param("compiled", marks=SLOW), CAPTURED]
+FORMS = ["traced", pytest.param("compiled", marks=SLOW), pytest.param("captured", marks=pytest.mark.slow)]
 ALL, LISTED = ["apart", pytest.param("compiled apart", marks=SLOW), *FORMS], ["traced", "apart"]
 BOTH = ["traced", pytest.param("compiled", marks=needs_compiler), "captured"]
 """The forms of tests that compile by default; "traced" steps of one chain are listed, "captured" ones are those of a
