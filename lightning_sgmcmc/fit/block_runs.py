@@ -38,8 +38,9 @@ which a callback learns."""
 WORTH_COMPILING, WORTH_LEARNING = 50_000, 20_000
 """Steps of a run from which compiled ones save more than that in all processes but the first, without and with such a
 callback; in a network of few numbers."""
-TIMED = 6e-4
-"""Seconds of a run's `max_time` that count as a step: in 30 s compiled steps make up for twice their compilation."""
+TIMED, TIMED_OF_A_NUMBER = 6e-4, 1e-8
+"""Seconds of a run's `max_time` that count as a step, with each number that all chains sample: in 30 s compiled steps
+make up for twice their compilation."""
 SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
 """The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
@@ -255,14 +256,15 @@ def _learn(acting: Sequence[RunCallback]) -> bool:
     return any(overrides(callback, "step_part") for callback in acting)
 
 
-def expected_steps(trainer: pl.Trainer) -> float:
+def expected_steps(trainer: pl.Trainer, module: ChainModel) -> float:
     """Return the steps of a run, infinite if unknown; no more than its `max_time` lets it make."""
     limits = [
         timer.time_elapsed() + left  # its whole time, so that a resumed run makes the same steps
         for timer in instances_of(trainer, Timer)
         if (left := timer.time_remaining()) is not None
     ]
-    return min([trainer.estimated_stepping_batches, *(limit / TIMED for limit in limits)])
+    each = TIMED + TIMED_OF_A_NUMBER * numbers_of(module)
+    return min([trainer.estimated_stepping_batches, *(limit / each for limit in limits)])
 
 
 def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) -> bool:

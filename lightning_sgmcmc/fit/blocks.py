@@ -131,7 +131,7 @@ class StepBlocks:
         self._each = self._singles.each
         """Batches of a step."""
         self._coming = ComingControls(trainer, module, self._acting)
-        self._compiles = compiles(module, expected_steps(trainer), self._acting)
+        self._compiles = compiles(module, expected_steps(trainer, module), self._acting)
         self._lists = True
         """Whether steps may be listed where they are not compiled."""
         self._cause: str | None = None
@@ -551,7 +551,7 @@ class StepBlocks:
             self._listed = self._listed or energies.listed_steps(sampler, self._singles.clip, self._apart)
             return self._listed
         if self._compiled is None:
-            left = expected_steps(self._trainer) - self._trainer.global_step
+            left = expected_steps(self._trainer, self._module) - self._trainer.global_step
             if self._compiles:
                 say_compilation(self._module, left, self._acting, self._captures)
             self._compiled = energies.compiled_steps(
