@@ -1,5 +1,6 @@
 """What cannot be in a block of steps, or ends one: more than tensor operations, energies that are not finite."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sgmcmc import SGLD, BayesianModule, Gaussian, NonFiniteEnergyError, ResumableLoader
+from lightning_sgmcmc import (
+    SGLD,
+    BayesianModule,
+    Gaussian,
+    NonFiniteEnergyError,
+    ResumableLoader,
+    UnderdampedLangevin,
+)
 from lightning_sgmcmc.callbacks import EWSG, ControlVariates, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
@@ -257,3 +265,27 @@ def test_many_chains_of_a_network_have_blocks() -> None:
     trainer = pl.Trainer(max_epochs=40, callbacks=[schedule], enable_progress_bar=False, **quiet)
     trainer.fit(module, datamodule=DatasetDataModule(TensorDataset(x[:40], y[:40]), batch_size=20))
     assert module.chains.counters.hidden_steps > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["compiled", "compiled apart"])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["own batches", "one batch"])
+def test_steps_of_many_numbers_are_compiled_with_noise_and_batches_in_place(
+    form: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's normal numbers, two for each of 6,418, and its batches of up to 32,000 lie in memory of their own."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(130, 800, generator=generator)
+    data = TensorDataset(inputs, inputs[:, :1] + 0.1 * torch.randn(130, 1, generator=generator))
+
+    def run(form: str | None) -> Run:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(800, 4), nn.Tanh(), nn.Linear(4, 1))
+        sampler = partial(UnderdampedLangevin, integrator="ubu")
+        options: dict[str, Any] = {"lr": 1e-4, "num_chains": 2, "seed": 3, "shared_batch": not own}
+        module = BayesianModule(net, Gaussian(0.3), sampler=sampler, **options)
+        return Run(form, monkeypatch, module=module, data=DatasetDataModule(data, batch_size=20), epochs=20)
+
+    made = run(form)
+    assert made.compiled > 60
+    made.check_like(run(None))
