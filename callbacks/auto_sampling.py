@@ -70,9 +70,11 @@ WEIGHTS = "windows of the last draws, then stacking"
 """The rule of the samples' weights, for sentences."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 SKIPPED, TIMED = 10, 60
-"""Steps before the timing, and up to its end."""
+"""Steps before the timing, and up to its first look; each later look is after twice as many."""
 SHARE = 0.8
 """Of the time, for steps; draws are evaluated and written in the rest."""
+FOR_A_LOOK = 0.05
+"""Of the time, for the steps up to a further look."""
 
 
 class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
@@ -223,7 +225,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
         hot = HOT_SHARE if self.objective == "both" and not length.is_trial else 0.0
         draws = 1 if length.is_trial else self.num_draws
-        return WarmUpAndDecay(self._budget.steps or steps, self.warm_up, draws, hot, self._lr_share)
+        return WarmUpAndDecay(self._budget.expected or steps, self.warm_up, draws, hot, self._lr_share)
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
@@ -298,11 +300,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return StepControls(stages.lr_factor(step), 1.0, Stage.EXPLORATION)
         return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
 
+    @property
+    def seconds(self) -> float | None:
+        return self._budget.seconds
+
     def draws(self, step: int) -> bool:
-        return self.laid_out.draws(step)
+        return not self._budget.is_timing and self.laid_out.draws(step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step):
+        warm = self.laid_out.warm_steps
+        if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step, warm):
             self.total_steps = None
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
@@ -316,8 +323,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._hot += map(on_cpu, drawing.samples)
 
     def acts_in(self, step: int) -> bool:
-        draws_hot = step - self.run.chains.progress.warm_steps in self.laid_out.last_draw_steps
-        return self._budget.is_timing or draws_hot or self._acts_before(step)
+        own = step - self.run.chains.progress.warm_steps
+        return self._budget.looks_at(own) or own in self.laid_out.last_draw_steps or self._acts_before(step)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
@@ -453,7 +460,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._budget.steps = saved["budget_steps"]
+            self._budget.steps = self._budget.expected = saved["budget_steps"]
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._counts.update(saved["counts"])
             shared = run.chains.sharing.tensors()
@@ -482,24 +489,35 @@ def _num_data_of(trainer: pl.Trainer, module: ChainModel) -> int | None:
 
 
 class RunBudget:
-    """Sets the trainer's number of steps from a time, such as "10m", and the speed of the run's first steps."""
+    """Sets the trainer's number of steps from a time, such as "10m", and the speed of the run's first steps.
+
+    Later steps may be many times as fast as the first ones, since they are made in blocks and may be compiled. So the
+    speed is looked at after 60, 120, 240, … steps, until it stays or the time for a look is short.
+    """
 
     def __init__(self, text: str | None) -> None:
         found = None if text is None else re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text).strip())
         if text is not None and (found is None or float(found[1]) == 0):
             raise ValueError(f"budget must be a time such as '90s', '10m' or '2h', got {text!r}")
-        self._seconds = None if found is None else float(found[1]) * UNITS[found[2]]
+        self.seconds = None if found is None else float(found[1]) * UNITS[found[2]]
+        """The time, None without a budget."""
         self.reset()
 
     def reset(self) -> None:
         """Forget an earlier run."""
         self.steps: int | None = None
         """The number of steps, None without a budget or before the speed is known."""
-        self._begun = 0.0
+        self.expected: int | None = None
+        """That by the speed at the last look."""
+        self._begun: float | None = None
+        self._before = 0, 0.0
+        """The step of the last look, and its time."""
+        self._least = math.inf
+        """The least seconds of a step between two looks."""
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Give the trainer an end, the real one as soon as it is known."""
-        if self._seconds is None:
+        if self.seconds is None:
             return
         steps = self.steps if self.steps is not None else 10**6
         trainer.fit_loop.max_epochs = math.ceil(steps / epoch_length(trainer)) if epoch_length(trainer) else -1
@@ -508,24 +526,42 @@ class RunBudget:
     @property
     def is_timing(self) -> bool:
         """Whether the run's length is not known yet."""
-        return self._seconds is not None and self.steps is None
+        return self.seconds is not None and self.steps is None
 
-    def after_step(self, trainer: pl.Trainer, step: int) -> bool:
-        """Time the first steps; return whether the run's length has just become known."""
-        if not self.is_timing or self._seconds is None:
+    def looks_at(self, step: int) -> bool:
+        """Return whether the time after a step is taken."""
+        return self.is_timing and (step <= TIMED or (step % TIMED == 0 and (step // TIMED).bit_count() == 1))
+
+    def after_step(self, trainer: pl.Trainer, step: int, warm_steps: int) -> bool:
+        """Time the first steps; return whether the run's expected length is another one now.
+
+        Args:
+            warm_steps: the steps of the warm-up in the expected length, in which the length is to become known.
+        """
+        if self.seconds is None or not self.looks_at(step):
             return False
-        if step == SKIPPED:
-            self._begun = time.monotonic()
-        if step < TIMED:
+        now = time.monotonic()
+        if self._begun is None or step <= SKIPPED:
+            self._begun, self._before = now, (step, now)
+        if step < TIMED or step == self._before[0]:
             return False
-        each = trainer.strategy.broadcast((time.monotonic() - self._begun) / (TIMED - SKIPPED))
-        within, least = int(SHARE * self._seconds / each), 4 * TIMED
-        self.steps = max(within, least)
-        said = f"AutoSampling: {self.steps:,} steps of {1000 * each:.3g} ms in {self._seconds:g} seconds."
-        if within < least:
+        (before, then), least = self._before, self._least
+        seconds = (now - then) / (step - before), now - self._begun
+        each, elapsed = (float(trainer.strategy.broadcast(own)) for own in seconds)
+        self._before, self._least = (step, now), min(least, each)
+        stays = step > 2 * TIMED and 0.7 * least <= each <= 1.5 * self._least  # blocks begin after 64 steps
+        is_short = step * self._least > FOR_A_LOOK * self.seconds or 2 * step > warm_steps / 2
+        each = each if stays else self._least
+        within = max(0, int((SHARE * self.seconds - elapsed) / each))
+        self.expected = max(step + within, 4 * TIMED)
+        if not stays and not is_short:
+            return True
+        self.steps = self.expected
+        said = f"AutoSampling: {self.steps:,} steps of {1000 * each:.3g} ms in {self.seconds:g} seconds."
+        if step + within < self.steps:
             said = (
-                f"AutoSampling: budget={self._seconds:g}s holds {within:,} steps of {1000 * each:.3g} ms, and a run "
-                f"has {least} at least, so this one takes about {least * each:.2g} seconds."
+                f"AutoSampling: budget={self.seconds:g}s holds {step + within:,} steps of {1000 * each:.3g} ms, and a "
+                f"run has {self.steps} at least, so this one takes about {self.steps * each:.2g} seconds."
             )
         rank_zero_info(said)
         return True

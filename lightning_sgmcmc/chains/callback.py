@@ -43,6 +43,10 @@ class PlannedSchedule(Protocol):
     def has_length(self) -> bool:
         """Whether the run's length is known; a time of the run gives it in the first steps."""
 
+    @property
+    def seconds(self) -> float | None:
+        """The time of the run, None if it has none."""
+
     def apply(self, step: int, module: ChainModel, sampler: Any) -> None:
         """Set the controls for step k on a sampler's parameter groups."""
 

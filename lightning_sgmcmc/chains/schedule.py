@@ -119,6 +119,11 @@ class Schedule(SamplerCallback):
         return True
 
     @property
+    def seconds(self) -> float | None:
+        """The time of the run, None if it has none."""
+        return None
+
+    @property
     def first_sample(self) -> int:
         """The step after which the first sample is drawn, once the schedule is laid out."""
         raise NotImplementedError

@@ -61,6 +61,9 @@ class _Plan(RunCallback):
 
     plan: RunPlan | None = None
 
+    def acts_in(self, step: int) -> bool:
+        return False  # so that the first steps have the speed of the fit's
+
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *args: Any) -> None:
         schedule = schedule_of(trainer)
         if schedule is None or schedule.has_length:

@@ -65,7 +65,8 @@ OPTIONS = {
     "--help_full": "list all options, Lightning's included",
     "--debug": "show the traceback of an error",
 }
-ONLY_IN_FIT = ("--ckpt_path FILE", "--resume", "--auto", "--budget TIME", "--objective NAME", "--baselines")
+OF_AUTO = ("--auto", "--budget TIME", "--objective NAME")
+ONLY_IN_FIT = ("--ckpt_path FILE", "--resume", "--baselines")
 
 
 def overview() -> str:
@@ -89,7 +90,8 @@ def command_help(name: str) -> str:
         parts.append(_section("trainer (--trainer.NAME VALUE), of Lightning's", TRAINER))
     if name == "tune":
         parts.append(_section("tune (--NAME VALUE)", _arguments(TuningTrainer.tune, ("self", "model", "datamodule"))))
-    options = {o: text for o, text in OPTIONS.items() if name == "fit" or o not in ONLY_IN_FIT}
+    left_out = () if name == "fit" else ONLY_IN_FIT if name == "plan" else (*ONLY_IN_FIT, *OF_AUTO)
+    options = {option: text for option, text in OPTIONS.items() if option not in left_out}
     parts += [_section("options", options), EXIT_CODES]
     return "\n".join(parts) + "\n"
 

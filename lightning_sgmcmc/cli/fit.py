@@ -107,7 +107,7 @@ class SamplingCLI(LightningCLI):
         parser.add_argument(
             "--auto",
             action="store_true",
-            help="fit: AutoSampling, whose prior scale and weights the validation data decide",
+            help="fit, plan: AutoSampling, whose prior scale and weights the validation data decide",
         )
         parser.add_argument(
             "--baselines",
@@ -116,9 +116,9 @@ class SamplingCLI(LightningCLI):
         )
         parser.add_argument("--verbose", action="store_true", help="print all that summary.txt has")
         parser.add_argument(
-            "--objective", choices=["nll", "ood", "both"], default="nll", help="fit --auto: what to choose by"
+            "--objective", choices=["nll", "ood", "both"], default="nll", help="with --auto: what to choose by"
         )
-        parser.add_argument("--budget", default=None, help="fit --auto: time of the run, such as 10m")
+        parser.add_argument("--budget", default=None, help="with --auto: time of the run, such as 10m")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and raise for options that contradict each other or name no checkpoint."""
@@ -127,10 +127,16 @@ class SamplingCLI(LightningCLI):
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         path = config.get("ckpt_path")
-        if config.auto and subcommand == "fit":
+        for option in ("--auto", "--baselines"):
+            if _is_given(option, args) and subcommand not in WITH[option]:
+                commands = " and ".join(WITH[option])
+                raise Mistake(f"{option} is an option of {commands}, so it has no effect in {subcommand}: omit it")
+        if config.auto and subcommand in WITH["--auto"]:
             choose_sampling(config, config.objective, config.budget)
         elif config.budget is not None and not config.auto:
             raise Mistake("--budget is an option of --auto: add --auto, or set trainer.max_epochs")
+        elif _is_given("--objective", args) and not config.auto:
+            raise Mistake("--objective is an option of --auto: add --auto, or set the objective of AutoSampling")
         entries = _entries(config.trainer.get("callbacks"))
         if subcommand in EVALUATE and not any(issubclass(_declared(entry), SampleCollector) for entry in entries):
             config.trainer.callbacks = _with_recommended(entries)
@@ -357,6 +363,8 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
 
 # -- the configuration that `--auto` makes, and the one that a run writes ----------------------------------------------
 
+WITH = {"--auto": ("fit", "plan"), "--baselines": ("fit",)}
+"""Commands on which an option has an effect."""
 AUTO = PACKAGE + "AutoSampling"
 WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
 """What `AutoSampling` runs with."""

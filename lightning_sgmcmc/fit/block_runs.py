@@ -257,12 +257,15 @@ def _learn(acting: Sequence[RunCallback]) -> bool:
 
 
 def expected_steps(trainer: pl.Trainer, module: ChainModel) -> float:
-    """Return the steps of a run, infinite if unknown; no more than its `max_time` lets it make."""
+    """Return the steps of a run, infinite if unknown; no more than its `max_time` or its schedule's time lets it
+    make."""
     limits = [
         timer.time_elapsed() + left  # its whole time, so that a resumed run makes the same steps
         for timer in instances_of(trainer, Timer)
         if (left := timer.time_remaining()) is not None
     ]
+    schedules = [found for callback in declared(trainer) if (found := callback.as_schedule()) is not None]
+    limits += [schedule.seconds for schedule in schedules if schedule.seconds is not None]
     each = TIMED + TIMED_OF_A_NUMBER * numbers_of(module)
     return min([trainer.estimated_stepping_batches, *(limit / each for limit in limits)])
 

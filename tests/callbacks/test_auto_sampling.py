@@ -5,7 +5,9 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     recommended,
 )
+from lightning_sgmcmc.callbacks.auto_sampling import RunBudget
 from lightning_sgmcmc.chains.schedule import RunLength
 from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.samplers import pSGHMC
@@ -415,6 +418,31 @@ def test_a_budget_sets_the_number_of_steps() -> None:
     assert collector.posterior is not None
     assert len(collector.posterior) == 5
     assert collector.posterior[-1].step == trainer.global_step < 40_000
+    assert module.chains.counters.compiled_steps == 0, "which would take longer than the run"
+
+
+SPEEDS: dict[str, tuple[dict[int, float], float]] = {  # milliseconds of a step from some steps on
+    "one by one": ({1: 2.0}, 2.0),
+    "blocks": ({1: 2.0, 65: 0.2}, 0.2),
+    "compiled": ({1: 2.0, 65: 100.0, 200: 0.03}, 0.03),
+    "slow": ({1: 200.0}, 200.0),
+}
+
+
+@pytest.mark.parametrize("case", SPEEDS)
+def test_a_budget_goes_by_the_speed_of_later_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds, wanted = SPEEDS[case]
+    now, budget = 0.0, RunBudget("60s")
+    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: own))
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for step in range(1, 20_000):
+        now += next(each for first, each in reversed(speeds.items()) if step >= first) / 1000
+        warm_steps = round(0.2 * (budget.expected or 10**6))
+        if budget.after_step(trainer, step, warm_steps) and not budget.is_timing:
+            break
+    assert step <= 0.1 * budget.steps or case == "slow"
+    seconds = now + (budget.steps - step) * wanted / 1000
+    assert 40 < seconds < 60
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -147,6 +147,12 @@ COMMANDS = [
     (("predict", "--config", RECIPE), "sgmcmc predict: no run in runs/digits_csghmc has posterior samples: run "),
     (("test", "--config", RECIPE, "--resume"), "sgmcmc test: --resume continues a fit, so it has no effect in test"),
     (
+        ("test", "--config", RECIPE, "--auto"),
+        "sgmcmc test: --auto is an option of fit and plan, so it has no",
+    ),
+    (("plan", "--config", RECIPE, "--baselines"), "sgmcmc plan: --baselines is an option of fit, so it has no effect "),
+    ((*FIT, "--objective=ood"), "sgmcmc fit: --objective is an option of --auto: add --auto"),
+    (
         ("test", "--config", RECIPE, "--trainer.callbacks=lightning_sgmcmc.callbacks.RunSummary"),
         "sgmcmc test: no run in runs/digits_csghmc has posterior samples: run sgmcmc fit ",
     ),
