@@ -1,9 +1,6 @@
 """AutoSampling: a fixed sampler, step size and temperature; prior scale and weights by validation data."""
 
 import functools
-import math
-import re
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
 from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, draw_samples, on_cpu
-from lightning_sgmcmc.chains.schedule import RunLength, Schedule, StepControls, epoch_length
+from lightning_sgmcmc.chains.schedule import RunBudget, RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import instances_of, is_trial, run_folder
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
@@ -68,13 +65,6 @@ LR_SHARE_OF_CLASSES = 0.3
 """Share of the first step size at which the cold samples of classes end; all others end at `LR_SHARE`."""
 WEIGHTS = "windows of the last draws, then stacking"
 """The rule of the samples' weights, for sentences."""
-UNITS = {"s": 1, "m": 60, "h": 3600}
-SKIPPED, TIMED = 10, 60
-"""Steps before the timing, and up to its first look; each later look is after twice as many."""
-SHARE = 0.8
-"""Of the time, for steps; draws are evaluated and written in the rest."""
-FOR_A_LOOK = 0.05
-"""Of the time, for the steps up to a further look."""
 
 
 class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
@@ -99,8 +89,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
-    `summary.txt`: this callback with the scales that it chose as `prior_scales`, which repeats them. At the default
-    objective the draws are of a cold ensemble, not of the posterior.
+    `summary.txt`: this callback with the scales that it chose as `prior_scales`, and the length that a budget gave as
+    `lengths`, which repeats them. At the default objective the draws are of a cold ensemble, not of the posterior.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling out-of-distribution
@@ -116,6 +106,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         temperature: τ; None is that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
+        lengths: [step, steps of the run] pairs by which an earlier run's budget gave its length, instead of the time.
 
     Raises:
         ValueError: for an argument out of range; at the start of the fit, without validation data or an end of the run.
@@ -144,6 +135,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         temperature: float | None = None,
         lr: float = 0.01,
         prior_scales: Sequence[Sequence[Sequence[float]]] | None = None,
+        lengths: Sequence[Sequence[int]] | None = None,
     ) -> None:
         check_choice("objective", objective, ("nll", "ood", "both"))
         check_count("num_draws", num_draws, optional=False)
@@ -164,7 +156,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._start_std = 0.0
         self._lr_share = LR_SHARE
         self._num_data: int | None = None
-        self._budget = RunBudget(budget)
+        self._budget = RunBudget(budget, lengths)
         self.reset()
 
     def reset(self) -> None:
@@ -431,9 +423,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def as_configuration(self) -> dict[str, Any]:
         """Return this callback with the choices of the run, as an entry of `trainer.callbacks` in a configuration."""
-        names = ("objective", "num_draws", "warm_up", "prior_std", "temperature", "lr")
+        names = ("objective", "budget", "num_draws", "warm_up", "prior_std", "temperature", "lr")
         scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
-        arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
+        lengths = None if self.budget is None else [list(pair) for pair in self._budget.lengths]
+        arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales, "lengths": lengths}
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
     def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
@@ -460,7 +453,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def begin(self, run: Run, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            self._budget.steps = self._budget.expected = saved["budget_steps"]
+            self._budget.restore(saved["budget_steps"], saved.get("budget_lengths", ()))
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._counts.update(saved["counts"])
             shared = run.chains.sharing.tensors()
@@ -472,6 +465,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def state(self) -> dict[str, Any]:
         return super().state() | {
             "budget_steps": self._budget.steps,
+            "budget_lengths": list(self._budget.lengths),
             "densities": dict(self._densities),
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
             "counts": dict(self._counts),
@@ -486,85 +480,6 @@ def _num_data_of(trainer: pl.Trainer, module: ChainModel) -> int | None:
     if isinstance(source.instance, pl.LightningModule) and module.replaces("setup"):
         return module.given_num_data
     return resolve_num_data(module.given_num_data, trainer, type(module).__name__)[0]
-
-
-class RunBudget:
-    """Sets the trainer's number of steps from a time, such as "10m", and the speed of the run's first steps.
-
-    Later steps may be many times as fast as the first ones, since they are made in blocks and may be compiled. So the
-    speed is looked at after 60, 120, 240, … steps, until it stays or the time for a look is short.
-    """
-
-    def __init__(self, text: str | None) -> None:
-        found = None if text is None else re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text).strip())
-        if text is not None and (found is None or float(found[1]) == 0):
-            raise ValueError(f"budget must be a time such as '90s', '10m' or '2h', got {text!r}")
-        self.seconds = None if found is None else float(found[1]) * UNITS[found[2]]
-        """The time, None without a budget."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget an earlier run."""
-        self.steps: int | None = None
-        """The number of steps, None without a budget or before the speed is known."""
-        self.expected: int | None = None
-        """That by the speed at the last look."""
-        self._begun: float | None = None
-        self._before = 0, 0.0
-        """The step of the last look, and its time."""
-        self._least = math.inf
-        """The least seconds of a step between two looks."""
-
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Give the trainer an end, the real one as soon as it is known."""
-        if self.seconds is None:
-            return
-        steps = self.steps if self.steps is not None else 10**6
-        trainer.fit_loop.max_epochs = math.ceil(steps / epoch_length(trainer)) if epoch_length(trainer) else -1
-        trainer.fit_loop.epoch_loop.max_steps = steps
-
-    @property
-    def is_timing(self) -> bool:
-        """Whether the run's length is not known yet."""
-        return self.seconds is not None and self.steps is None
-
-    def looks_at(self, step: int) -> bool:
-        """Return whether the time after a step is taken."""
-        return self.is_timing and (step <= TIMED or (step % TIMED == 0 and (step // TIMED).bit_count() == 1))
-
-    def after_step(self, trainer: pl.Trainer, step: int, warm_steps: int) -> bool:
-        """Time the first steps; return whether the run's expected length is another one now.
-
-        Args:
-            warm_steps: the steps of the warm-up in the expected length, in which the length is to become known.
-        """
-        if self.seconds is None or not self.looks_at(step):
-            return False
-        now = time.monotonic()
-        if self._begun is None or step <= SKIPPED:
-            self._begun, self._before = now, (step, now)
-        if step < TIMED or step == self._before[0]:
-            return False
-        (before, then), least = self._before, self._least
-        seconds = (now - then) / (step - before), now - self._begun
-        each, elapsed = (float(trainer.strategy.broadcast(own)) for own in seconds)
-        self._before, self._least = (step, now), min(least, each)
-        stays = step > 2 * TIMED and 0.7 * least <= each <= 1.5 * self._least  # blocks begin after 64 steps
-        is_short = step * self._least > FOR_A_LOOK * self.seconds or 2 * step > warm_steps / 2
-        each = each if stays else self._least
-        within = max(0, int((SHARE * self.seconds - elapsed) / each))
-        self.expected = max(step + within, 4 * TIMED)
-        if not stays and not is_short:
-            return True
-        self.steps = self.expected
-        said = f"AutoSampling: {self.steps:,} steps of {1000 * each:.3g} ms in {self.seconds:g} seconds."
-        if step + within < self.steps:
-            said = (
-                f"AutoSampling: budget={self.seconds:g}s holds {step + within:,} steps of {1000 * each:.3g} ms, and a "
-                f"run has {self.steps} at least, so this one takes about {self.steps * each:.2g} seconds."
-            )
-        rank_zero_info(said)
-        return True
 
 
 def recommended(

@@ -1,7 +1,9 @@
 """A schedule as the rest of a run sees it: the controls of each step, which states are samples, and how long it is."""
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from lightning_sgmcmc.chains.callback import Place, PlannedSchedule, Run, Sample
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_trial, pass_on
-from lightning_sgmcmc.namespace import pl, rank_zero_warn
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
@@ -320,3 +322,110 @@ def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
             f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which "
             "decide when samples are drawn"
         )
+
+
+# -- a time of the run -------------------------------------------------------------------------------------------------
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+SKIPPED, TIMED = 10, 60
+"""Steps before the timing, and up to its first look; each later look is after twice as many."""
+SHARE = 0.8
+"""Of the time, for steps; draws are evaluated and written in the rest."""
+FOR_A_LOOK = 0.05
+"""Of the time, for the steps up to a further look."""
+
+
+class RunBudget:
+    """Sets the trainer's number of steps from a time, such as "10m", and the speed of the run's first steps.
+
+    Later steps may be many times as fast as the first ones, since they are made in blocks and may be compiled. So the
+    speed is looked at after 60, 120, 240, … steps, until it stays or the time for a look is short.
+    """
+
+    def __init__(self, text: str | None, lengths: Sequence[Sequence[int]] | None = None) -> None:
+        found = None if text is None else re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", str(text).strip())
+        if text is not None and (found is None or float(found[1]) == 0):
+            raise ValueError(f"budget must be a time such as '90s', '10m' or '2h', got {text!r}")
+        self.seconds = None if found is None else float(found[1]) * UNITS[found[2]]
+        """The time, None without a budget."""
+        if lengths is not None and (self.seconds is None or not lengths):
+            raise ValueError(f"lengths are the [step, steps of the run] pairs of a budget, got {lengths!r}")
+        self._given = None if lengths is None else {int(step): int(steps) for step, steps in lengths}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget an earlier run."""
+        self.steps: int | None = None
+        """The number of steps, None without a budget or before the speed is known."""
+        self.lengths: list[tuple[int, int]] = []
+        """The step of each look, and the number of steps by the speed there."""
+        self._begun: float | None = None
+        self._before = 0, 0.0
+        """The step of the last look, and its time."""
+        self._least = math.inf
+        """The least seconds of a step between two looks."""
+
+    def restore(self, steps: int | None, lengths: Sequence[tuple[int, int]]) -> None:
+        """Go on from a checkpoint."""
+        self.steps, self.lengths = steps, [*lengths] or ([] if steps is None else [(0, steps)])
+
+    @property
+    def expected(self) -> int | None:
+        """The number of steps by the speed at the last look."""
+        return self.lengths[-1][1] if self.lengths else None
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Give the trainer an end, the real one as soon as it is known."""
+        if self.seconds is None:
+            return
+        steps = self.steps if self.steps is not None else 10**6
+        trainer.fit_loop.max_epochs = math.ceil(steps / epoch_length(trainer)) if epoch_length(trainer) else -1
+        trainer.fit_loop.epoch_loop.max_steps = steps
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether the run's length is not known yet."""
+        return self.seconds is not None and self.steps is None
+
+    def looks_at(self, step: int) -> bool:
+        """Return whether the time after a step is taken."""
+        return self.is_timing and (step <= TIMED or (step % TIMED == 0 and (step // TIMED).bit_count() == 1))
+
+    def after_step(self, trainer: pl.Trainer, step: int, warm_steps: int) -> bool:
+        """Time the first steps; return whether the run's expected length is another one now.
+
+        Args:
+            warm_steps: the steps of the warm-up in the expected length, in which the length is to become known.
+        """
+        if self.seconds is None or not self.looks_at(step):
+            return False
+        if self._given is not None:
+            if step in self._given:
+                self.lengths.append((step, self._given[step]))
+                self.steps = self.expected if step == max(self._given) else None
+            return step in self._given
+        now = time.monotonic()
+        if self._begun is None or step <= SKIPPED:
+            self._begun, self._before = now, (step, now)
+        if step < TIMED or step == self._before[0]:
+            return False
+        (before, then), least = self._before, self._least
+        seconds = (now - then) / (step - before), now - self._begun
+        each, elapsed = (float(trainer.strategy.broadcast(own)) for own in seconds)
+        self._before, self._least = (step, now), min(least, each)
+        stays = step > 2 * TIMED and 0.7 * least <= each <= 1.5 * self._least  # blocks begin after 64 steps
+        is_short = step * self._least > FOR_A_LOOK * self.seconds or 2 * step > warm_steps / 2
+        each = each if stays else self._least
+        within = step + max(0, int((SHARE * self.seconds - elapsed) / each))
+        steps = max(within, 4 * TIMED)
+        self.lengths.append((step, steps))
+        if stays or is_short:
+            self.steps = steps
+            said = f"AutoSampling: {steps:,} steps of {1000 * each:.3g} ms in {self.seconds:g} seconds."
+            if within < steps:
+                said = (
+                    f"AutoSampling: budget={self.seconds:g}s holds {within:,} steps of {1000 * each:.3g} ms, and a run "
+                    f"has {steps} at least, so this one takes about {steps * each:.2g} seconds."
+                )
+            rank_zero_info(said)
+        return True

@@ -36,8 +36,8 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     recommended,
 )
-from lightning_sgmcmc.callbacks.auto_sampling import RunBudget
-from lightning_sgmcmc.chains.schedule import RunLength
+from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.schedule import RunBudget, RunLength
 from lightning_sgmcmc.health.findings import FindingKind
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.tune.runs import RunForm
@@ -419,6 +419,24 @@ def test_a_budget_sets_the_number_of_steps() -> None:
     assert len(collector.posterior) == 5
     assert collector.posterior[-1].step == trainer.global_step < 40_000
     assert module.chains.counters.compiled_steps == 0, "which would take longer than the run"
+
+
+@pytest.mark.parametrize("objective", ["nll", pytest.param("both", marks=pytest.mark.slow)])
+def test_a_run_of_a_budget_is_repeated_bit_for_bit(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sgmcmc.chains.schedule.FOR_A_LOOK", 0.3)
+
+    def run(auto: AutoSampling) -> list[PosteriorSample]:
+        pl.seed_everything(0)
+        collector, module = SampleCollector(in_memory=True), classifier()
+        quiet_trainer(max_epochs=10_000, callbacks=[auto, collector]).fit(module, *loaders(0.1))
+        assert collector.posterior is not None
+        return list(collector.posterior)
+
+    first = AutoSampling(objective, num_draws=5, budget="2s")
+    samples = run(first)
+    arguments = yaml.safe_load(yaml.safe_dump(first.as_configuration()))["init_args"]
+    assert len(arguments["lengths"]) > 1
+    assert_same(samples, run(AutoSampling(**arguments)))
 
 
 SPEEDS: dict[str, tuple[dict[int, float], float]] = {  # milliseconds of a step from some steps on
