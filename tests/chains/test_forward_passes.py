@@ -361,7 +361,10 @@ def by_torch(net: nn.Module, steps: int) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(("chains", "steps"), [(1, STEPS), (2, STEPS), (1, 1_000), (2, 500)])
+@pytest.mark.parametrize(
+    ("chains", "steps"),
+    [(1, STEPS), (2, 500), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((2, STEPS), (1, 1_000)))],
+)
 @pytest.mark.parametrize("make", HELD)
 def test_a_network_that_computes_from_its_tensors_is_as_torch_has_it(make: type[Net], chains: int, steps: int) -> None:
     """In Lightning's loop and, after 64 steps, in blocks."""

@@ -57,7 +57,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("chains", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_users_change_within_a_fit_has_its_effect(
     change: str, chains: int, monkeypatch: pytest.MonkeyPatch
