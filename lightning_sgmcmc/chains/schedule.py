@@ -348,9 +348,14 @@ class RunBudget:
             raise ValueError(f"budget must be a time such as '90s', '10m' or '2h', got {text!r}")
         self.seconds = None if found is None else float(found[1]) * UNITS[found[2]]
         """The time, None without a budget."""
-        if lengths is not None and (self.seconds is None or not lengths):
-            raise ValueError(f"lengths are the [step, steps of the run] pairs of a budget, got {lengths!r}")
         self._given = None if lengths is None else {int(step): int(steps) for step, steps in lengths}
+        if self._given is not None and (
+            self.seconds is None or not self._given or not all(map(_is_a_look, self._given))
+        ):
+            raise ValueError(
+                f"lengths are the [step, steps of the run] pairs of a run with a budget, as its auto.yaml has them, of "
+                f"the steps {TIMED}, {2 * TIMED}, {4 * TIMED}, …, got {lengths!r}"
+            )
         self.reset()
 
     def reset(self) -> None:
@@ -367,7 +372,8 @@ class RunBudget:
 
     def restore(self, steps: int | None, lengths: Sequence[tuple[int, int]]) -> None:
         """Go on from a checkpoint."""
-        self.steps, self.lengths = steps, [*lengths] or ([] if steps is None else [(0, steps)])
+        before = [] if steps is None else [(TIMED, steps)]  # of checkpoints that have no lengths
+        self.steps, self.lengths = steps, [*lengths] or before
 
     @property
     def expected(self) -> int | None:
@@ -389,7 +395,7 @@ class RunBudget:
 
     def looks_at(self, step: int) -> bool:
         """Return whether the time after a step is taken."""
-        return self.is_timing and (step <= TIMED or (step % TIMED == 0 and (step // TIMED).bit_count() == 1))
+        return self.is_timing and (step <= TIMED or _is_a_look(step))
 
     def after_step(self, trainer: pl.Trainer, step: int, warm_steps: int) -> bool:
         """Time the first steps; return whether the run's expected length is another one now.
@@ -429,3 +435,8 @@ class RunBudget:
                 )
             rank_zero_info(said)
         return True
+
+
+def _is_a_look(step: int) -> bool:
+    """Return whether a step is 60·2ᵏ."""
+    return step % TIMED == 0 and (step // TIMED).bit_count() == 1

@@ -477,6 +477,8 @@ def test_it_needs_validation_data() -> None:
     [
         ({"budget": "ten"}, "budget must be a time such as"),
         ({"budget": "0s"}, "budget must be a time such as"),
+        ({"lengths": [[60, 500]]}, "pairs of a run with a budget"),
+        ({"budget": "9s", "lengths": [[50, 500]]}, "of the steps 60, 120, 240"),
         ({"warm_up": 1.0}, "warm_up must be in"),
         ({"objective": "accuracy"}, "objective must be"),
         ({"prior_std": -1.0}, "prior_std must be"),
