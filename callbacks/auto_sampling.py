@@ -152,6 +152,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.temperature = temperature
         self.lr = lr
         self.prior_scales = prior_scales
+        self.lengths = lengths
         self._given = (temperature, prior_std)
         self._start_std = 0.0
         self._lr_share = LR_SHARE

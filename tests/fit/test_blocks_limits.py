@@ -268,7 +268,7 @@ def test_many_chains_of_a_network_have_blocks() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("form", ["compiled", "compiled apart"])
+@pytest.mark.parametrize("form", ["compiled", pytest.param("compiled apart", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["own batches", "one batch"])
 def test_steps_of_many_numbers_are_compiled_with_noise_and_batches_in_place(
     form: str, own: bool, monkeypatch: pytest.MonkeyPatch

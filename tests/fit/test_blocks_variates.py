@@ -146,7 +146,7 @@ ENERGIES: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", [*BOTH[:2], pytest.param("captured", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ENERGIES)
 @pytest.mark.by_default("gradients too-")
 def test_a_contour_reads_corrected_energies(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
