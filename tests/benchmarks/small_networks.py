@@ -141,15 +141,21 @@ class OfFits:
 
 def by_hand(name: str, chains: int) -> Callable[[], float]:
     """Return what times the step written by hand."""
-    _, x, y = problem(name)
-    widths, of_classes = NETWORKS[name], y.dtype == torch.int64
-    sizes = [part for a, b in pairwise(widths) for part in (a * b, b)]
+    net, x, y = problem(name)
+    shapes, of_classes = [parameter.shape for parameter in net.parameters()], y.dtype == torch.int64
+    sizes = [shape.numel() for shape in shapes]
+
+    def output(parts: list[Tensor], out: Tensor) -> Tensor:
+        if name == CNN:
+            out = nn.functional.max_pool2d(torch.relu(nn.functional.conv2d(out, *parts[:2])), 2)
+            return torch.relu(nn.functional.conv2d(out, *parts[2:4])).flatten(1) @ parts[4].T + parts[5]
+        for place in range(0, len(parts), 2):
+            out = out @ parts[place].T + parts[place + 1]
+            out = torch.relu(out) if place + 2 < len(parts) else out
+        return out
 
     def loss(theta: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
-        out, parts = rows, theta.split(sizes)
-        for place, (a, b) in enumerate(pairwise(widths)):
-            out = out @ parts[2 * place].view(b, a).T + parts[2 * place + 1]
-            out = torch.relu(out) if place + 2 < len(widths) else out
+        out = output([part.view(shape) for part, shape in zip(theta.split(sizes), shapes, strict=True)], rows)
         if of_classes:
             fit = nn.functional.cross_entropy(out, targets, reduction="sum")
         else:
@@ -182,7 +188,7 @@ def by_hand(name: str, chains: int) -> Callable[[], float]:
 def blackjax(name: str, chains: int, interpreter: Path) -> float:
     """Return the seconds of a step of blackjax's scan."""
     _, x, y = problem(name)
-    case = {"widths": NETWORKS[name], "chains": chains, "batch": BATCH, "lr": 1e-3, "steps": 500}
+    case = {"widths": NETWORKS.get(name), "chains": chains, "batch": BATCH, "lr": 1e-3, "steps": 500}
     with tempfile.TemporaryDirectory() as folder:
         np.savez(f"{folder}/arrays.npz", inputs=x.numpy(), targets=y.numpy())
         worker = Path(__file__).parent / "peers" / "small_blackjax.py"
@@ -276,10 +282,9 @@ def main() -> None:
                     for form in ("loop", "traced", "compiled")
                 },
             }
-            if name != CNN:
-                alternatives["by hand"] = by_hand(name, chains)
-                if interpreter is not None:
-                    alternatives["blackjax"] = lambda: blackjax(name, chains, interpreter)  # noqa: B023
+            alternatives["by hand"] = by_hand(name, chains)
+            if interpreter is not None:
+                alternatives["blackjax"] = lambda: blackjax(name, chains, interpreter)  # noqa: B023
             least = {key: math.inf for key in alternatives}
             ours(name, chains, "compiled", 8)  # compiles
             for _ in range(options.rounds):

@@ -1,13 +1,14 @@
-"""Worker of `small_networks`: blackjax's SGLD of a multilayer perceptron, all chains in a compiled scan.
+"""Worker of `small_networks`: blackjax's SGLD of a multilayer perceptron or the CNN, all chains in a compiled scan.
 
-Its arguments are a JSON of widths, chains, batch, lr and steps, and the path of the arrays; it prints the processor
-seconds of a step, once compiled.
+Its arguments are a JSON of widths (null for the CNN), chains, batch, lr and steps, and the path of the arrays; it
+prints the processor seconds of a step, once compiled.
 """
 
 import json
 import os
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -25,7 +26,15 @@ def main() -> None:
     widths, chains, size = case["widths"], case["chains"], case["batch"]
     of_classes = jnp.issubdtype(targets.dtype, jnp.integer)
 
+    def convolved(image: Any, weight: Any, bias: Any) -> Any:
+        return jax.nn.relu(jax.lax.conv(image, weight, (1, 1), "VALID") + bias[:, None, None])
+
     def output(parameters: Any, row: Any) -> Any:
+        if widths is None:
+            first, second, (weight, bias) = parameters
+            window = (1, 1, 2, 2)
+            pooled = jax.lax.reduce_window(convolved(row[None], *first), -jnp.inf, jax.lax.max, window, window, "VALID")
+            return convolved(pooled, *second).ravel() @ weight + bias
         for place, (weight, bias) in enumerate(parameters):
             row = row @ weight + bias
             row = jax.nn.relu(row) if place + 1 < len(parameters) else row
@@ -43,9 +52,11 @@ def main() -> None:
     kernel = blackjax.sgld(blackjax.sgmcmc.gradients.grad_estimator(log_prior, log_likelihood, len(targets)))
 
     def start(key: Any) -> Any:
-        keys = jax.random.split(key, len(widths))
-        pairs = zip(widths, widths[1:], keys, strict=False)
-        return [(jax.random.normal(k, (a, b)) * 0.1, jnp.zeros(b)) for a, b, k in pairs]
+        shapes = [((8, 1, 3, 3), 8), ((16, 8, 3, 3), 16), ((16, 10), 10)]  # of weights and biases
+        if widths is not None:
+            shapes = [((a, b), b) for a, b in pairwise(widths)]
+        keys = jax.random.split(key, len(shapes))
+        return [(jax.random.normal(k, of) * 0.1, jnp.zeros(b)) for k, (of, b) in zip(keys, shapes, strict=True)]
 
     def step(state: Any, key: Any) -> Any:
         of_batch, of_noise = jax.random.split(key)
