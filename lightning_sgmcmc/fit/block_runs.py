@@ -278,7 +278,7 @@ def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) ->
     if _learn(acting):
         fewest = min(fewest, WORTH_LEARNING)
     elif any(isinstance(part, _ConvNd) for part in module.modules()):
-        return False  # their arithmetic is no faster compiled
+        return False  # compiling deep ones may take minutes
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 
 

@@ -249,7 +249,7 @@ def test_variates_correct_gradients_before_they_are_clipped(monkeypatch: pytest.
 
 
 @needs_compiler
-def test_convolutions_are_listed_since_they_are_no_faster_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(2 * x.shape[1], 1))
     module = BayesianModule(net, Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
     made = Run("compiled", monkeypatch, module=module, epochs=20)
