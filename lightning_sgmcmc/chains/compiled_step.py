@@ -60,13 +60,7 @@ class CompiledSteps(RowSteps):
         super().__init__(*of_steps, apart=apart)
         self._most, self._compiles = most, compiles
         self._captures = captures(self._flat.values.device)
-        self._for_noise: Tensor | None = None
-
-    def noise(self, steps: int) -> Tensor:
-        """Return the coming steps' noise, or memory for that of one step, shape (C, draws · P), if they are captured
-        with what draws it, or each chain draws its own."""
-        in_place = self._captures or self._apart
-        return self._sampler.noise_in_place()[0] if in_place else self._sampler.next_noise(steps, self._for_noise)
+        self._draws_later |= self._captures
 
     def run(
         self,

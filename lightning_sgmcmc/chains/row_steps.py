@@ -234,16 +234,19 @@ class RowSteps:
         self._flat = flat
         self._sampler = sampler
         self._inverse = inverse
-        self._apart = apart
+        self._apart = self._draws_later = apart
+        self._for_noise: Tensor | None = None
+        """Memory for the noise of many steps."""
         self._known: dict[Any, Any] = {}
         """Functions by what they are made for."""
         self.memory: Sequence[Tensor] = ()
         """Memory for the tensors of the batches of many steps, from which these need not be copied."""
 
     def noise(self, steps: int) -> Tensor:
-        """Return the normal numbers of the coming steps, shape (K, C, draws · P), or of chains that make them apart
-        memory for those of one step, shape (C, draws · P)."""
-        return self._sampler.noise_in_place()[0] if self._apart else self._sampler.next_noise(steps)
+        """Return the normal numbers of the coming steps, shape (K, C, draws · P), or where they are drawn later, for
+        captured steps or chains that make theirs apart, memory for those of one step, shape (C, draws · P)."""
+        later = self._draws_later
+        return self._sampler.noise_in_place()[0] if later else self._sampler.next_noise(steps, self._for_noise)
 
     @property
     def _is_apart(self) -> bool:

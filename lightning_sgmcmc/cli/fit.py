@@ -127,11 +127,10 @@ class SamplingCLI(LightningCLI):
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         path = config.get("ckpt_path")
-        for option in ("--auto", "--baselines"):
-            if _is_given(option, args) and subcommand not in WITH[option]:
-                commands = " and ".join(WITH[option])
-                raise Mistake(f"{option} is an option of {commands}, so it has no effect in {subcommand}: omit it")
-        if config.auto and subcommand in WITH["--auto"]:
+        for option, (commands, what) in WITH.items():
+            if _is_given(option, args) and subcommand not in commands:
+                raise Mistake(f"{option} {what}, so it has no effect in {subcommand}: omit it")
+        if config.auto and subcommand in WITH["--auto"][0]:
             choose_sampling(config, config.objective, config.budget)
         elif config.budget is not None and not config.auto:
             raise Mistake("--budget is an option of --auto: add --auto, or set trainer.max_epochs")
@@ -140,8 +139,6 @@ class SamplingCLI(LightningCLI):
         entries = _entries(config.trainer.get("callbacks"))
         if subcommand in EVALUATE and not any(issubclass(_declared(entry), SampleCollector) for entry in entries):
             config.trainer.callbacks = _with_recommended(entries)
-        if config.resume and subcommand != "fit" and _is_given("--resume", args):
-            raise Mistake(f"--resume continues a fit, so it has no effect in {subcommand}: omit it")
         if config.resume and path:
             raise Mistake("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
         if path and path not in ("best", "last", "hpc") and "://" not in path:
@@ -363,8 +360,12 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
 
 # -- the configuration that `--auto` makes, and the one that a run writes ----------------------------------------------
 
-WITH = {"--auto": ("fit", "plan"), "--baselines": ("fit",)}
-"""Commands on which an option has an effect."""
+WITH = {
+    "--auto": (("fit", "plan"), "is an option of fit and plan"),
+    "--baselines": (("fit",), "is an option of fit"),
+    "--resume": (("fit",), "continues a fit"),
+}
+"""The commands on which an option has an effect, and what it is."""
 AUTO = PACKAGE + "AutoSampling"
 WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
 """What `AutoSampling` runs with."""
