@@ -13,6 +13,7 @@ from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_al
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps
 from lightning_sgmcmc.chains.densities import Densities, vmap_refusal, weighed
 from lightning_sgmcmc.chains.execution import (
+    are_large,
     cloned,
     convolutions_of,
     evaluation_mode,
@@ -24,7 +25,7 @@ from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.chains.row_steps import Clip
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.traced import TracedEnergies, check_alike, check_gradient
+from lightning_sgmcmc.chains.traced import NotTraceableError, TracedEnergies, check_alike, check_gradient
 from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape
@@ -103,6 +104,10 @@ class ChainEnergies:
     def are_rows(self) -> bool:
         """Whether the energies are a function of the parameters as rows."""
         return self._rows is not None
+
+    def convolutions(self, apart: bool) -> int:
+        """Return how many convolutions traced steps have, once a batch was computed; see `compiled_steps`."""
+        return 0 if self._rows is None else self._rows.convolutions(apart)
 
     @property
     def collects(self) -> bool:
@@ -327,8 +332,9 @@ class RowEnergies:
 
     Args:
         chains: its stacked tensors; None for a single unstacked chain.
-        unrolled: whether the chains are written out one by one instead of `torch.vmap`; None measures which is faster
-            where graphs are replayed, and is `torch.vmap` elsewhere, unless vmap cannot run a layer (an LSTM).
+        unrolled: whether the chains are written out one by one instead of `torch.vmap`; None is what is faster: of
+            convolutions by their first batch, where they are traced or graphs are replayed, and `torch.vmap`
+            elsewhere, unless vmap cannot run a layer (an LSTM).
         traces: whether `with_gradient` is used.
     """
 
@@ -368,12 +374,18 @@ class RowEnergies:
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
         self._factor = torch.ones_like(self._inverse)
         self._compiled = self._compile(compiler) if compiler is not None else None
-        self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
         self._may_unroll = unrolled is None and chains is not None
+        self._convolutions = sum(isinstance(part, nn.modules.conv._ConvNd) for part in model.modules())
+        # By the first batch, where either form may be the faster one.
+        depends = self._may_unroll and (self._replays or (traces and self._convolutions > 0))
+        self._unrolled = None if depends else bool(unrolled)
         self._traced = TracedEnergies(self._energies, model) if traces else None
         self._gradient_is_checked = False
-        if traces and chains is not None and any(isinstance(part, nn.modules.conv._ConvNd) for part in model.modules()):
-            self._unrolled = True  # on a CPU faster than grouped convolutions
+
+    def convolutions(self, apart: bool) -> int:
+        """Return how many convolutions the operations of a step have, of one chain or of all."""
+        copies = 1 if self._chains is None or apart or not self._unrolled else self._chains.num_chains
+        return self._convolutions * copies
 
     def follow(self, num_data: int) -> None:
         """Take another N, for data that grow."""
@@ -407,14 +419,19 @@ class RowEnergies:
         batch, axis = self._with_its_axis(batch)
         weight = None if factor is None else self._factor.fill_(factor)
         others = {name: tensor.clone() for name, tensor in self._others.items()}  # which a forward pass may change
-        check_gradient(self._energies, self._flat.values, others, batch, axis, self._inverse, weight)
+        given = others, batch, axis, self._inverse, weight
+        try:
+            check_gradient(self._energies, self._flat.values, *given)
+        except NotTraceableError:
+            if not self._may_unroll or self._unrolled:
+                raise
+            self._unrolled = True  # what torch.vmap cannot run
+            check_gradient(self._energies, self._flat.values, *given)
 
     def __call__(self, batch: Any, factor: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of Ũ/N over the chains with its graph, shape (); Ũ/N and log p(θ), shape (2, C); and
         log p(y|x,θ) of each datum, shape (C, n). The next replay of a graph overwrites the first and the last."""
         batch, axis = self._with_its_axis(batch)
-        if self._unrolled is None:
-            self._unrolled = self._measured(batch if axis is None else pytree.tree_map(lambda t: t[0], batch))
         if not self._may_unroll:
             return self._found(batch, axis, factor)
         self._may_unroll = False
@@ -428,10 +445,13 @@ class RowEnergies:
             return self._found(batch, axis, factor)
 
     def _with_its_axis(self, batch: Any) -> tuple[Any, int | None]:
-        """Return one batch for all chains, and its axis of chains, if each has its own."""
+        """Return one batch for all chains, and its axis of chains, if each has its own; the first chooses the form."""
+        first = batch[0] if isinstance(batch, ChainBatches) else batch
+        if self._unrolled is None:
+            self._unrolled = self._is_faster_unrolled(first)
         if not isinstance(batch, ChainBatches):
             return batch, None
-        return (batch[0], None) if self._chains is None else (batch.stacked(), 0)
+        return (first, None) if self._chains is None else (batch.stacked(), 0)
 
     def _found(self, batch: Any, axis: int | None, factor: float | None) -> tuple[Tensor, Tensor, Tensor]:
         if self._compiled is None:
@@ -499,13 +519,14 @@ class RowEnergies:
         """Return tensors with a leading axis of chains."""
         return {name: tensor[None] if self._chains is None else tensor for name, tensor in tensors.items()}
 
-    def _measured(self, batch: Any) -> bool:
+    def _is_faster_unrolled(self, batch: Any) -> bool:
         """Return whether written out chains are faster, from the first chain's convolutions on its batch."""
         assert self._chains is not None
-        model = self._model
+        model, device = self._model, self._flat.values.device
         with at_first_chain(model, self._chains, batch) as first, convolutions_of(model) as convolutions:
             model.log_likelihood(first)
-        device = self._flat.values.device
+        if device.type == "cpu":
+            return not convolutions or are_large(convolutions)
         faster = unrolled_is_faster(convolutions, self._chains.num_chains, device)
         if faster:
             rank_zero_info("The chains' convolutions are faster one by one on this GPU, so they are not grouped.")

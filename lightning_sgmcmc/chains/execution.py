@@ -1,5 +1,6 @@
 """A module and the states of its samples: tensors by name, calls with them, locks, copies; CUDA graphs and forms."""
 
+import math
 import os
 import threading
 from collections import Counter
@@ -320,12 +321,16 @@ def graphs_kept() -> Iterator[None]:
 # Which form of one function of all chains is faster on a GPU: `torch.vmap`, or the chains written out one by one.
 #
 # `torch.vmap` makes one grouped convolution of the chains' convolutions, for which cuDNN may have no fast kernel, and
-# one batched product of their matrices, which is fast. So only convolutions are measured.
+# one batched product of their matrices, which is fast. So only convolutions are measured. On a CPU a grouped one takes
+# about 1.5 times as long as the chains' own, and saves their calls; there the choice depends on sizes alone, since a
+# run repeats.
 
 Seconds = Callable[[Callable[[], Any]], float]
 MOST_CHAINS = 8
 """Written out for more chains, a deep network takes too long to compile."""
 REPEATS = 5
+LARGE = 8_000_000
+"""Multiplications of a convolution of one chain's batch from which each chain's own is faster on a CPU."""
 _KNOWN: dict[tuple[Any, ...], bool] = {}
 
 
@@ -334,6 +339,7 @@ class Convolution(NamedTuple):
 
     function: Callable[..., Tensor]
     input: tuple[int, ...]
+    output: tuple[int, ...]
     weight: tuple[int, ...]
     options: tuple[Any, ...]
     groups: int
@@ -350,20 +356,26 @@ def convolutions_of(model: nn.Module) -> Iterator[list[Convolution]]:
     }
     found: list[Convolution] = []
 
-    def note(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    def note(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         x = inputs[0]
         lower = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if lower else x.dtype
         options = layer.stride, layer.padding, layer.dilation
-        shapes = tuple(x.shape), tuple(layer.weight.shape)
+        shapes = tuple(x.shape), tuple(output.shape), tuple(layer.weight.shape)
         found.append(Convolution(functions[plain_type(layer)], *shapes, options, layer.groups, dtype))
 
-    handles = [part.register_forward_pre_hook(note) for part in model.modules() if plain_type(part) in functions]
+    handles = [part.register_forward_hook(note) for part in model.modules() if plain_type(part) in functions]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def are_large(convolutions: Sequence[Convolution]) -> bool:
+    """Return whether a network's mean convolution is so large that a grouped one of all chains is slower on a CPU."""
+    each = [math.prod(own.output) * math.prod(own.weight[1:]) for own in convolutions]
+    return sum(each) > LARGE * len(each)
 
 
 def unrolled_is_faster(

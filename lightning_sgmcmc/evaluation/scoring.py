@@ -319,7 +319,7 @@ def _compared(batches: Iterable[Any], first: dict[int, int | None], index: int) 
     """Yield batches, and warn once if the first one is not that of the loader's earlier passes."""
     rest = iter(batches)
     for batch in itertools.islice(rest, 1 if first.get(index, 0) is not None else 0):  # None: it has warned
-        found = digest([leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)])
+        found = digest(in_host_memory([leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]))
         if first.setdefault(index, found) != found:
             first[index] = None
             rank_zero_warn(

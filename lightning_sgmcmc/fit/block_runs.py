@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import ChainModel
@@ -41,6 +40,8 @@ callback; in a network of few numbers."""
 TIMED, TIMED_OF_A_NUMBER = 6e-4, 1e-8
 """Seconds of a run's `max_time` that count as a step, with each number that all chains sample: in 30 s compiled steps
 make up for twice their compilation."""
+MOST_CONVOLUTIONS = 32
+"""Convolutions of a step, those of all chains that are written out one by one, with which it is compiled in 30 s."""
 SAVED_CAPTURED, WORTH_CAPTURED = 9e-5, 100_000
 """The same of captured steps on a GPU, with and without a callback."""
 FEWEST = 1_000
@@ -277,8 +278,6 @@ def compiles(module: ChainModel, steps: float, acting: Sequence[RunCallback]) ->
     fewest = WORTH_COMPILING * SAVED / _saved(module)
     if _learn(acting):
         fewest = min(fewest, WORTH_LEARNING)
-    elif any(isinstance(part, _ConvNd) for part in module.modules()):
-        return False  # compiling deep ones may take minutes
     return module.chains.compiled == "auto" and has_compiler() and steps >= fewest
 
 

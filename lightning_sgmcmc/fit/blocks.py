@@ -29,6 +29,7 @@ from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
 from lightning_sgmcmc.fit.block_runs import (
+    MOST_CONVOLUTIONS,
     NOT_MADE,
     WORTH_LEARNING,
     Attributes,
@@ -547,6 +548,8 @@ class StepBlocks:
     def _at_once(self, energies: ChainEnergies) -> CompiledSteps | ListedSteps:
         """Return what makes the coming steps."""
         sampler = self._sampler
+        if energies.convolutions(self._apart) > MOST_CONVOLUTIONS and not self._with_part:
+            self._compiles = False
         if not self._compiles_now:
             self._listed = self._listed or energies.listed_steps(sampler, self._singles.clip, self._apart)
             return self._listed

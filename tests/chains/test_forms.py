@@ -10,7 +10,7 @@ from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior, 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.chains import execution as forms
-from lightning_sgmcmc.chains.execution import convolutions_of, unrolled_is_faster
+from lightning_sgmcmc.chains.execution import are_large, convolutions_of, unrolled_is_faster
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.priors import Prior
 from tests.support.trainers import quiet_trainer
@@ -102,3 +102,15 @@ def test_the_faster_form_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert not unrolled_is_faster(found, CHAINS, device, lambda call: pytest.fail("it is known"))
     assert unrolled_is_faster(found, 4, device, lambda call: 3.0 - grouped_takes_longer(call))
     assert not unrolled_is_faster(found, 5, device, lambda call: 0.0)  # the profiler sees no kernel
+
+
+@pytest.mark.parametrize(
+    ("layers", "image", "expected"),
+    [([(1, 16), (16, 32)], 8, False), ([(16, 16)] * 8, 8, False), ([(3, 16), (16, 32), (32, 64)], 32, True)],
+)
+def test_large_convolutions_are_not_grouped_on_a_cpu(layers: list[tuple[int, int]], image: int, expected: bool) -> None:
+    """By the mean of their multiplications with a batch of 50: 7.6e6, 7.4e6 and 4e8."""
+    net = nn.Sequential(*[nn.Conv2d(*own, 3, padding=1) for own in layers])
+    with convolutions_of(net) as found:
+        net(torch.zeros(50, layers[0][0], image, image))
+    assert are_large(found) is expected
