@@ -32,9 +32,9 @@ LAUNCHES = {
     "data on the host": 17,
     "SGLD": 22,
     "pSGLD": 29,
-    "SGNHT": 34,
+    "SGNHT": 36,
     "UnderdampedLangevin": 25,
-    "pSGHMC": 45,
+    "pSGHMC": 46,
     "AdamSGLD": 30,
     "ScaleAdaptedSGHMC": 42,
     "UnderdampedLangevin, obabo": 26,
@@ -64,7 +64,7 @@ MORE_WAITS_OF_A_DRAW = {
     "GGMC, tested": 6,
     "AutoSampling": 5,
     "a contour that learns its range": 7,
-    "LearningCoefficient": 31,  # the first, with the energy of the centre of all data
-    "MCDropout": 51,  # masks for each sample
+    "LearningCoefficient": 32,  # the first, with the energy of the centre of all data
+    "MCDropout": 61,  # masks for each sample, and a look at its seed
     "SWAG": 2468,  # passes for the BatchNorm of each sample, at a cycle's end
 }
