@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.row_steps import (
     FOLLOWING,
+    Batches,
     Choices,
     Controls,
     ControlVariate,
@@ -64,10 +65,7 @@ class CompiledSteps(RowSteps):
 
     def run(
         self,
-        batches: Sequence[Tensor],
-        structure: Any,
-        axis: int | None,
-        weights: Tensor,
+        batches: Batches,
         noise: Tensor | None,
         controls: Sequence[Controls],
         first: Tensor | None = None,
@@ -81,11 +79,6 @@ class CompiledSteps(RowSteps):
         made, and it returns None.
 
         Args:
-            batches: the tensors of all steps' batches, shape (K, ...), with an axis of chains after the first if `axis`
-                is 0.
-            structure: what the tensors of a batch are the leaves of.
-            weights: those of the data's log-likelihoods in Ũ/N, shape (K, B), 0 for what fills up short batches.
-                With choices, batches and weights have an axis of candidates after the first.
             noise: see `noise`; None for steps without noise.
             controls: those of each group.
             first: the first step's energies, computed in another way.
@@ -98,14 +91,13 @@ class CompiledSteps(RowSteps):
             NotTraceableError: if the rule is more than tensor operations, or sets other entries of its groups, or the
                 energies are not `first` or `last`; no step is made then.
         """
-        count, found = weights.shape[0], []
+        count, found = len(batches.weights), []
         if last is not None:
-            self._check_last(batches, structure, axis, weights, last, choices)
+            self._check_last(batches, last, choices)
         for rows in self._all_rows():
-            own = batches if axis is None else [tensor[:, rows.at] for tensor in batches]
             before = None if first is None else first[:, rows.at]
             drawn = self._drawn(rows, noise, count)
-            of_rows = own, structure, axis, weights, drawn, rows.of(controls), before, variate, choices, part
+            of_rows = batches.of(rows.at), drawn, rows.of(controls), before, variate, choices, part
             if (made := self._made_by(rows, *of_rows)) is None:
                 return None
             found.append(made)
@@ -136,10 +128,7 @@ class CompiledSteps(RowSteps):
     def _made_by(
         self,
         rows: Rows,
-        batches: Sequence[Tensor],
-        structure: Any,
-        axis: int | None,
-        weights: Tensor,
+        batches: Batches,
         noise: Tensor | None,
         controls: Sequence[Controls],
         first: Tensor | None,
@@ -149,11 +138,12 @@ class CompiledSteps(RowSteps):
     ) -> tuple[list[Tensor], list[Tensor], Tensor] | None:
         """Return the tensors of some chains' state, what they are after some steps, and the energies of these; see
         `run`."""
-        sampler, values, count = rows.rule, rows.values, weights.shape[0]
+        tensors, structure, axis, weights = batches
+        sampler, values, count = rows.rule, rows.values, len(weights)
         buffers = [(place, name, own) for place, group in enumerate(rows.groups) for name, own in group.buffers]
         counted = [sampler.counted(group) for group in sampler.param_groups]
         columns, form = self._columns(controls, counted, count)
-        shapes = tuple([(tensor.shape[1:], tensor.dtype) for tensor in batches])
+        shapes = tuple([(tensor.shape[1:], tensor.dtype) for tensor in tensors])
         is_scaled = part is not None and part.scales
         options = repr([_fixed(*own, is_scaled) for own in zip(sampler.param_groups, counted, strict=True)])
         names = tuple([(place, name) for place, name, _ in buffers])
@@ -171,7 +161,7 @@ class CompiledSteps(RowSteps):
         of_noise = [] if self._captures or noise is None else [noise]
         fixed = _apart([*rows.others, *read, *([] if variate is None else variate.tensors)])
         state = [values, *(own for *_, own in buffers), *learned]
-        of_steps = [sent(own, values.device) for own in [*of_noise, *batches, weights, *scalars, *columns, *own]]
+        of_steps = [sent(own, values.device) for own in [*of_noise, *tensors, weights, *scalars, *columns, *own]]
         if is_new := key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches and controls have more than {MOST_FORMS} forms")
@@ -181,10 +171,10 @@ class CompiledSteps(RowSteps):
         elsewhere = [(kept[:count], own) for kept, own in pairs if kept.data_ptr() != own.data_ptr()]
         torch._foreach_copy_([kept for kept, _ in elsewhere], [own for _, own in elsewhere])
         self._for_noise = room.views[0] if of_noise else None
-        self.memory = room.views[len(of_noise) :][: len(batches)]
+        self.memory = room.views[len(of_noise) :][: len(tensors)]
         if is_new:
-            sizes, tensors = [*map(len, (state, fixed, in_place, of_noise, batches))], [*state, *fixed, *in_place]
-            function = self._made(sampler, names, structure, axis, sizes, tensors, room, variate, choices, part)
+            sizes, kept = [*map(len, (state, fixed, in_place, of_noise, tensors))], [*state, *fixed, *in_place]
+            function = self._made(sampler, names, batches, sizes, kept, room, variate, choices, part)
             self._known[key] = function, room
         if function is None:
             raise NotTraceableError("the rule sets its options in a step")
@@ -225,8 +215,7 @@ class CompiledSteps(RowSteps):
         self,
         sampler: Sampler,
         names: Any,
-        structure: Any,
-        axis: int | None,
+        batches: Batches,
         counts: list[int],
         tensors: list[Tensor],
         room: "_Room",
@@ -243,6 +232,7 @@ class CompiledSteps(RowSteps):
             tensors: the state, what is fixed, and the noise in place.
         """
         held = [] if variate is None else variate.tensors
+        _, structure, axis, _ = batches
 
         def step(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)

@@ -10,13 +10,12 @@ and its noise is drawn just before it is used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, Rows, RowSteps
+from lightning_sgmcmc.chains.row_steps import Batches, Choices, Controls, ControlVariate, Rows, RowSteps
 from lightning_sgmcmc.chains.traced import MOST_FORMS, NotTraceableError, Parts, check_alike, parted, trace
 from lightning_sgmcmc.samplers.sampler import CONTROLS
 
@@ -27,10 +26,7 @@ class ListedSteps(RowSteps):
     @torch.no_grad()
     def run(
         self,
-        batches: Sequence[Tensor],
-        structure: Any,
-        axis: int | None,
-        weights: Tensor,
+        batches: Batches,
         noise: Tensor | None,
         controls: Sequence[Controls],
         first: Tensor | None = None,
@@ -41,18 +37,18 @@ class ListedSteps(RowSteps):
         """Make steps; return Ũ/N and log p(θ) of the last but one and of the last, shape (2, 2, C), the only ones that
         are computed. If one of these is not finite, or a number of the last state, no step is made, and it returns
         None; a gradient that is not finite leaves such a state."""
-        sampler, count = self._sampler, len(weights)
+        sampler, count = self._sampler, len(batches.weights)
         shares = [] if choices is None else [choices.shares]
         if last is not None:
-            self._check_last(batches, structure, axis, weights, last, choices)
+            self._check_last(batches, last, choices)
         restore, count_before = self._restoring(), sampler.step_count
         found, counted = [], list[Tensor]()
         try:
             for rows in self._all_rows():
-                own = batches if axis is None else [part[:, rows.at] for part in batches]
-                of_steps = [*zip(*(part.unbind() for part in (weights, *shares, *own)), strict=True)]
+                own = batches.of(rows.at)
+                of_steps = [*zip(*(part.unbind() for part in (own.weights, *shares, *own.tensors)), strict=True)]
                 kept = [rows.values, self._inverse, *rows.others, *([] if variate is None else variate.tensors)]
-                parts = self._operations(kept, of_steps[0], structure, axis, variate, len(shares))
+                parts = self._operations(kept, of_steps[0], own, variate, len(shares))
                 steady = parts.before(*kept)
                 if first is not None:
                     check_alike(parts.after(*steady, *of_steps[0])[1][:2], first[:, rows.at])
@@ -146,14 +142,14 @@ class ListedSteps(RowSteps):
         self,
         kept: list[Tensor],
         of_step: Sequence[Tensor],
-        structure: Any,
-        axis: int | None,
+        batches: Batches,
         variate: ControlVariate | None,
         shares: int,
     ) -> Parts:
         """Return the operations before many steps and those of each, of the gradient and of the energies; each step has
         so many tensors of shares after its weights."""
         corrects = None if variate is None else variate.form
+        _, structure, axis, _ = batches
         shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (kept[0], *of_step)])
         key = structure, axis, shapes, corrects
         if key not in self._known:

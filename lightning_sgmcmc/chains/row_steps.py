@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.traced import check_alike, with_gradient
+from lightning_sgmcmc.chains.traced import NotTraceableError, check_alike, first_line, with_gradient
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.rows import FlatGroup, FlatParameters
 from lightning_sgmcmc.tensors import Control, exact
@@ -28,6 +28,27 @@ class Controls(NamedTuple):
 
     lr: list[Control]
     temperature: list[Control]
+
+
+class Batches(NamedTuple):
+    """The batches of the coming steps; with choices, tensors and weights have an axis of candidates after the first.
+
+    Attributes:
+        tensors: those of all steps' batches, shape (K, ...), with an axis of chains after the first if `axis` is 0.
+        structure: what the tensors of a batch are the leaves of.
+        axis: that of chains, if each has its own batches.
+        weights: those of the data's log-likelihoods in Ũ/N, shape (K, B), 0 for what fills up short batches.
+    """
+
+    tensors: Sequence[Tensor]
+    structure: Any
+    axis: int | None
+    weights: Tensor
+
+    def of(self, chains: slice) -> "Batches":
+        """Return those of some chains."""
+        own = self.tensors if self.axis is None else [tensor[:, chains] for tensor in self.tensors]
+        return self._replace(tensors=own)
 
 
 class StepPart(Protocol):
@@ -325,17 +346,13 @@ class RowSteps:
             group.update(after | {name: group[name] + count for name in self._sampler.counted(group)})
 
     @torch.no_grad()
-    def _check_last(
-        self,
-        batches: Sequence[Tensor],
-        structure: Any,
-        axis: int | None,
-        weights: Tensor,
-        last: Tensor,
-        choices: Choices | None,
-    ) -> None:
+    def _check_last(self, batches: Batches, last: Tensor, choices: Choices | None) -> None:
         """Raise unless the last step's batch has these energies in the present state."""
-        own = pytree.tree_unflatten([part[-1] for part in batches], structure)
+        own = pytree.tree_unflatten([part[-1] for part in batches.tensors], batches.structure)
         shares = None if choices is None else choices.shares[-1]
-        of_last = self._flat.values, self._others, own, axis, self._inverse, weights[-1], None, shares
-        check_alike(self._with_gradient(*of_last)[1], last)
+        of_last = self._flat.values, self._others, own, batches.axis, self._inverse, batches.weights[-1], None, shares
+        try:
+            again = self._with_gradient(*of_last)[1]
+        except Exception as error:  # of a network that draws numbers, say, under vmap
+            raise NotTraceableError(first_line(error)) from error
+        check_alike(again, last)

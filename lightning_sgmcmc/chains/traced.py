@@ -192,7 +192,7 @@ def _check_parts(parts: Parts, tensors: Sequence[Tensor], kept: int, expected: S
         steady = parts.before(*tensors[:kept])
         found = [*parts.after(*steady, *tensors[kept:]), parts.first(*steady, *tensors[kept:])]
     except RuntimeError as error:
-        raise NotTraceableError(_first_line(error)) from error
+        raise NotTraceableError(first_line(error)) from error
     for value, wanted in zip(found, [*expected, expected[0]], strict=True):
         size = wanted.abs().max() if wanted.numel() and wanted.isfinite().all() else 1.0
         if not torch.allclose(value, wanted, rtol=1e-3, atol=1e-5 * float(size), equal_nan=True):
@@ -284,13 +284,14 @@ def check_gradient(function: Callable[..., Energies], values: Tensor, *given: An
         with unchanged_generators([values.device]), torch.enable_grad():
             (expected,) = torch.autograd.grad(function(leaf, *given)[0], leaf)
     except Exception as error:  # whatever the user's code raises, it is run as it is
-        raise NotTraceableError(_first_line(error)) from error
+        raise NotTraceableError(first_line(error)) from error
     size = float(expected.abs().max()) if expected.numel() else 0.0
     if not torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True):
         raise NotTraceableError("torch.func.grad does not find the gradient that autograd finds")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return what an error says, in short."""
     return str(error).strip().split("\n")[0][:150]
 
 
@@ -369,7 +370,7 @@ def trace(function: Callable[..., Any], tensors: list[Tensor], model: nn.Module)
     except NotTraceableError:
         raise
     except Exception as error:  # whatever the user's code raises in a trace, it is run as it is
-        raise NotTraceableError(_first_line(error)) from error
+        raise NotTraceableError(first_line(error)) from error
     for part, attributes in before.items():
         now = vars(part)
         changed = [name for name in now if name not in attributes or now[name] is not attributes[name]]
@@ -392,11 +393,19 @@ def check_alike(numbers: Tensor, again: Tensor) -> None:
         raise NotTraceableError("its code does not compute the same at another step")
 
 
+def _draws(node: Node) -> bool:
+    """Return whether an operation draws numbers, which dropout in attention does not with probability 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
+
+
 def check_pure(traced: GraphModule) -> None:
     """Raise unless a traced function only computes: another call must give the same, and leave its arguments alone."""
     for node in traced.graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
+        if _draws(node):
             raise NotTraceableError(f"it draws random numbers ({node.target})")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:

@@ -101,7 +101,7 @@ def _saves_time(trainer: Any, module: ChainModel) -> bool:
     kind = trainer.strategy.root_device.type
     each = chains.num_chains if runs_apart(trainer, module) else 1
     is_small = numbers_of(module) <= LARGEST.get(kind, -1) * each
-    if kind == "cuda" and any(isinstance(part, CHANGING) for part in module.modules()):
+    if kind == "cuda" and any(map(_changes, module.modules())):
         return False  # of a residual network's step most is arithmetic, so no other layers are advised
     if not is_small or chains.chosen_execution not in ("auto", "vmap"):
         return False
@@ -193,13 +193,20 @@ def runs_apart(trainer: Any, module: ChainModel) -> bool:
     return module.num_chains > 1 and not acting
 
 
+def _changes(part: nn.Module) -> bool:
+    """Return whether a layer draws numbers or changes its buffers in training, or is recurrent."""
+    if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+        return bool(part.track_running_stats)
+    return isinstance(part, CHANGING) and getattr(part, "p", 1) != 0  # dropout of nothing is no change
+
+
 def _what_is_more(part: nn.Module) -> str | None:
     """Return what a part of a network does beside computing, as far as its class, its code and its hooks show."""
     if any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)):
         return "has a hook: remove it for long runs"
     if isinstance(part, nn.RNNBase):
         return "is a recurrent layer, which blocks cannot compute"
-    if isinstance(part, CHANGING) and getattr(part, "p", 1) != 0:  # dropout of nothing is no change
+    if _changes(part):
         return "draws numbers or changes its statistics in training: use another layer to have blocks"
     own = [kind for kind in type(part).__mro__ if not kind.__module__.startswith(("torch.", LIGHTNING, OWN))]
     methods = COMPUTING if isinstance(part, pl.LightningModule) else {name for kind in own for name in vars(kind)}

@@ -24,7 +24,7 @@ from lightning_sgmcmc.chains.chains import ChainModel, sampler_of
 from lightning_sgmcmc.chains.compiled_step import CompiledSteps, can_be_made_at_once, captures
 from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
-from lightning_sgmcmc.chains.row_steps import Choices, Controls, ControlVariate, GradientChoice, StepPart
+from lightning_sgmcmc.chains.row_steps import Batches, Choices, Controls, ControlVariate, GradientChoice, StepPart
 from lightning_sgmcmc.chains.traced import NotTraceableError
 from lightning_sgmcmc.chains.trainer import declared
 from lightning_sgmcmc.chains.weights import LAST
@@ -527,10 +527,10 @@ class StepBlocks:
             following = [segment.taken for segment in segments[1:]]
             parts = first.taken.parts(following, candidates, self._data, steps.memory)
             weights = torch.cat([self._weights_of(segment, candidates) for segment in segments])
-            batches = plugin.convert_input(parts), first.taken.structure, first.taken.axis
+            batches = Batches(plugin.convert_input(parts), first.taken.structure, first.taken.axis, weights)
             choices = None if choice is None else self._choices(choice, segments)
             with plugin.forward_context():
-                found = steps.run(*batches, weights, noise, controls, before, after, variate, choices, *acting)
+                found = steps.run(batches, noise, controls, before, after, variate, choices, *acting)
         except NotTraceableError as error:
             how = "compiled" if self._compiles else "listed"
             self._leave(str(error))

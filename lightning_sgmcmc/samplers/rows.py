@@ -149,7 +149,7 @@ class FlatParameters:
         whole = FlatGroup(self.parameters, self.values, self.values)
         self.split = whole.pieces
         self._places = whole.pieces(self.values)
-        formats = [_format_of(p) or torch.contiguous_format for p in self.parameters]
+        strides = [p.stride() for p in self.parameters]
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self._places, strict=True):
                 view.copy_(parameter)
@@ -157,7 +157,7 @@ class FlatParameters:
         self.views = whole.pieces(self.gradients)
         """Each parameter's gradient, a view of `gradients`."""
         self.groups: list[FlatGroup] = []
-        self._formats = formats
+        self._strides = strides
         start = 0
         for group in groups:
             stop = start + sum(p.numel() // num_chains for p in group)
@@ -167,14 +167,14 @@ class FlatParameters:
 
     @staticmethod
     def suits(parameters: Sequence[Tensor], num_chains: int) -> bool:
-        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes or
-        channels last, no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
+        """Return whether parameters can be views of one tensor: whether each has memory of its own without gaps, in any
+        order of its axes, and pairs of numbers in their last axes can be viewed as complex ones.
 
         Weights that lie channels last do not during the fit; a convolution still computes in the format of its input.
         """
         pointers = {p.data_ptr() for p in parameters if p.numel()}
-        ordered = all(_format_of(p) is not None and p.numel() for p in parameters) and len(pointers) == len(parameters)
-        return ordered and not _splits_pairs(parameters, num_chains)
+        apart = all(_is_dense(p) and p.numel() for p in parameters) and len(pointers) == len(parameters)
+        return apart and not _splits_pairs(parameters, num_chains)
 
     def with_rows(self, values: Sequence[Tensor], buffers: Sequence[Mapping[str, Tensor]]) -> "FlatParameters":
         """Return what a rule takes for these, with other tensors of each group and of its state."""
@@ -266,17 +266,23 @@ class FlatParameters:
         self.leaf.grad = None
         self.gradients = self.gradients.new_empty(0)  # before the copies
         self.views, self._places, self.groups, self._of_values = [], [], [], {}
-        for parameter, memory_format in zip(self.parameters, self._formats, strict=True):
-            parameter.data = parameter.detach().clone(memory_format=memory_format)
+        for parameter, strides in zip(self.parameters, self._strides, strict=True):
+            values = parameter.detach()
+            parameter.data = values.new_empty_strided(values.shape, strides).copy_(values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied module has parameters with memory of their own
 
 
-def _format_of(tensor: Tensor) -> torch.memory_format | None:
-    """Return the order in which a tensor lies in memory, None for another one."""
-    of_images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
-    return next((f for f in (torch.contiguous_format, of_images) if tensor.is_contiguous(memory_format=f)), None)
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether each place of a tensor's memory is one number, in any order of its axes."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride != size:
+                return False
+            size *= length
+    return True
 
 
 def _splits_pairs(parameters: Sequence[Tensor], num_chains: int) -> bool:

@@ -152,17 +152,6 @@ class Run:
 # -- the same run ------------------------------------------------------------------------------------------------------
 
 
-def images() -> Any:
-    labels = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
-    return TensorDataset(torch.randn(60, 1, 6, 6, generator=torch.Generator().manual_seed(1)), labels)
-
-
-def convolutional() -> BayesianModule:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
-    return BayesianModule(net, Categorical(), lr=1e-3, num_chains=2, seed=3)
-
-
 def of_torchvision() -> BayesianModule:
     torch.manual_seed(0)
     return BayesianModule(MLP(3, [5, 1], inplace=False), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
@@ -194,11 +183,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "module": of_digits(),
         "data": DigitsDataModule(batch_size=200),
         "epochs": 14,
-    },
-    "convolutions": lambda: {
-        "module": convolutional(),
-        "data": DatasetDataModule(images(), batch_size=20),
-        "epochs": 30,
     },
 }
 
@@ -247,9 +231,9 @@ def counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     run = kind.run
 
-    def counting(self: Any, batches: Any, structure: Any, axis: Any, weights: Tensor, *rest: Any) -> Any:
-        lengths.append(len(weights))
-        return run(self, batches, structure, axis, weights, *rest)
+    def counting(self: Any, batches: Any, *rest: Any) -> Any:
+        lengths.append(len(batches.weights))
+        return run(self, batches, *rest)
 
     monkeypatch.setattr(kind, "run", counting)
     return lengths

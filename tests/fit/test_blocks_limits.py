@@ -18,7 +18,6 @@ from lightning_sgmcmc import (
     UnderdampedLangevin,
 )
 from lightning_sgmcmc.callbacks import EWSG, ControlVariates, SamplingSchedule
-from lightning_sgmcmc.chains import execution
 from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
 from lightning_sgmcmc.fit import blocks
 from tests.fit.test_blocks import ALL, BOTH, LISTED, STEPS, Run, counted, needs_compiler, network, x, y
@@ -247,78 +246,6 @@ def test_variates_correct_gradients_before_they_are_clipped(monkeypatch: pytest.
     made, without = (Run(form, monkeypatch, ControlVariates(), **options) for form in ("traced", None))
     assert made.hidden > 100
     made.check_like(without)
-
-
-class Squared(torch.autograd.Function):
-    """A function without a rule for `torch.vmap`."""
-
-    @staticmethod
-    def forward(values: Tensor) -> Tensor:
-        return values.square()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * gradients[0]
-
-
-class WithSquares(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.first, self.rest = layers[0], nn.Sequential(*layers[1:])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.rest(Squared.apply(self.first(inputs)))  # type: ignore[no-any-return]
-
-
-def convolving(kind: Any = nn.Sequential) -> nn.Module:
-    torch.manual_seed(0)
-    return kind(  # type: ignore[no-any-return]
-        nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 2, 1)), nn.Flatten(), nn.Linear(6, 1)
-    )
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("large", "most", "is_compiled"),
-    [
-        (10**9, 1, True),
-        (0, 1, False),
-        pytest.param(0, 2, True, marks=pytest.mark.slow),
-    ],
-    ids=["grouped", "written out and many", "written out"],
-)
-def test_convolutions_are_grouped_or_written_out(
-    large: int, most: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By their size; where they become many operations, they are not compiled."""
-    monkeypatch.setattr(execution, "LARGE", large)
-    monkeypatch.setattr(blocks, "MOST_CONVOLUTIONS", most)
-
-    def run(form: str | None) -> Run:
-        module = BayesianModule(convolving(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
-        return Run(form, monkeypatch, module=module, epochs=20)
-
-    made = run("compiled")
-    assert (made.compiled > 0, made.hidden > 60) == (is_compiled, True)
-    made.check_like(run(None))
-
-
-@pytest.mark.parametrize("form", [*LISTED, pytest.param("compiled", marks=[needs_compiler, pytest.mark.slow])])
-@pytest.mark.parametrize("convolves", [True, False])
-def test_chains_that_vmap_cannot_run_are_written_out(
-    convolves: bool, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(form: str | None) -> Run:
-        net = convolving(WithSquares) if convolves else WithSquares(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-        return Run(form, monkeypatch, module=BayesianModule(net, Gaussian(0.3), lr=1e-3, num_chains=2, seed=3))
-
-    made = run(form)
-    assert made.hidden > 60
-    made.check_like(run(None))
 
 
 def test_many_chains_of_a_network_have_blocks() -> None:

@@ -139,11 +139,31 @@ def test_parameters_get_their_own_memory_back() -> None:
     push(sampler, 1)
 
 
-def test_rows_of_shared_or_transposed_memory_are_not_made() -> None:
+def test_rows_of_memory_that_is_shared_or_has_gaps_are_not_made() -> None:
     base = torch.randn(2, 3, 4)
     assert FlatParameters.suits([base, base.clone()], 1)
+    assert FlatParameters.suits([base.mT], 1)
     assert not FlatParameters.suits([base, base], 1)
-    assert not FlatParameters.suits([base.mT], 1)
+    assert not FlatParameters.suits([base[:, :2]], 1)
+    assert not FlatParameters.suits([base[:1].expand(2, 3, 4)], 1)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_parameters_in_any_order_of_memory_become_rows_for_a_fit(chains: int) -> None:
+    """Of stacked chains each may lie channels last."""
+    base = torch.randn(3, 2, 2)
+    images = [torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last) for _ in range(chains)]
+    given = [torch.stack([base.mT + c for c in range(chains)]), torch.stack(images)]
+    parameters = [nn.Parameter(tensor if chains > 1 else tensor[0]) for tensor in given]
+    before = [parameter.detach().clone() for parameter in parameters]
+    strides = [parameter.stride() for parameter in parameters]
+    flat = FlatParameters([parameters], chains)
+    expected = torch.cat([tensor.reshape(chains, -1) for tensor in before], 1)
+    assert torch.equal(flat.values, expected)
+    flat.values.mul_(2)
+    flat.release()
+    assert [parameter.stride() for parameter in parameters] == strides
+    assert all(torch.equal(now, 2 * then) for now, then in zip(parameters, before, strict=True))
 
 
 def test_weights_that_lie_channels_last_become_rows_for_a_fit() -> None:
