@@ -15,21 +15,13 @@ from lightning_sgmcmc import BayesianModule, Gaussian, NonFiniteEnergyError, Pat
 from lightning_sgmcmc.callbacks import DeepEnsemble, SamplingSchedule, WarmStart
 from lightning_sgmcmc.chains.listed_steps import ListedSteps
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from tests.fit.test_blocks import DATA, Run, network, x, y
+from tests.fit.test_blocks import DATA, Run, counted, network, x, y
 
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of steps that are listed, in the order of their blocks."""
-    counts: list[int] = []
-    run = ListedSteps.run
-
-    def counted(self: Any, batches: Any, *others: Any) -> Any:
-        counts.append(len(batches[0]))
-        return run(self, batches, *others)
-
-    monkeypatch.setattr(ListedSteps, "run", counted)
-    return counts
+    return counted(ListedSteps, monkeypatch)
 
 
 @pytest.mark.parametrize("chains", [1, 3])
