@@ -395,9 +395,10 @@ def check_alike(numbers: Tensor, again: Tensor) -> None:
 
 def _draws(node: Node) -> bool:
     """Return whether an operation draws numbers, which dropout in attention does not with probability 0."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 
