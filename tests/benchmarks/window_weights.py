@@ -1,18 +1,19 @@
 """What the weights of AutoSampling's samples are worth: windows of them, stacking, and an ensemble of equal cost.
 
-    python -m tests.benchmarks.window_weights --root DIR [--seeds 4] [--unseen] [--only WORD] [--keep DIR]
+    python -m tests.benchmarks.window_weights --root DIR [--seeds 4] [--unseen] [--only WORD] [--keep DIR] [--few]
 
 Each row is a problem, network, number of steps and number of validation data; its fits differ in seed, split and
 training data. `in use` is the test NLL with AutoSampling's weights. The columns after it are minus it, above 0 is
 worse, with a 95 % interval of Student's t over seeds. An overfit is what weights gain over even ones on the validation
 data, less what they gain on the test data. `--unseen` runs the problems that were not looked at before the rule was
-fixed. `--keep` stores the densities, so that another rule needs no fit.
+fixed. `--keep` stores the densities, so that another rule needs no fit. `--few` prints instead what 5, 10 and 20 of the
+samples lose, over all cases of both kinds.
 """
 
 import argparse
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from lightning_sgmcmc.datamodules import (
 )
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.namespace import pl
+from lightning_sgmcmc.posterior.distillation import chosen_samples
+from lightning_sgmcmc.posterior.stored import thinned
 from lightning_sgmcmc.seeding import derive_seed
 from tests.benchmarks.small_networks import QUIET
 from tests.benchmarks.timing import measure_quietly
@@ -228,6 +231,32 @@ def overfitting(rule: Callable[[Tensor], Tensor], own: Densities) -> float:
     return gains[0] - gains[1]
 
 
+def lost(own: Densities, indices: Sequence[int], weights: Tensor | None = None) -> float:
+    """Return by how much some samples' test NLL is above that of all; their own weights are those of all."""
+    whole = in_use(own.val)
+    weights = whole[list(indices)] / whole[list(indices)].sum() if weights is None else weights
+    return float((mixture(own.test, whole) - mixture(own.test[list(indices)], weights)).mean())
+
+
+def few(of_cases: dict[Case, list[Densities]], count: int) -> None:
+    """Print what some samples lose in the mean over cases, at worst, and in how many cases at most 0.003."""
+
+    def evenly(own: Densities) -> float:
+        return lost(own, thinned([0] * len(own.val), None, count))
+
+    ways: dict[str, Callable[[Densities], float]] = {
+        "chosen": lambda own: lost(own, *chosen_samples(own.val, in_use(own.val), count)),
+        "evenly spaced": evenly,
+        "newest": lambda own: lost(own, range(len(own.val) - count, len(own.val))),
+    }
+    for name, way in ways.items():
+        each = {case: sum(map(way, found)) / len(found) for case, found in of_cases.items()}
+        worst = max(each, key=lambda case: each[case])
+        small = sum(loss <= 0.003 for loss in each.values())
+        mean = sum(each.values()) / len(each)
+        print(f"| {count} {name} | {mean:+.4f} | {each[worst]:+.4f} ({worst}) | {small} of {len(each)} |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -236,15 +265,13 @@ def main() -> None:
     parser.add_argument("--unseen", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--few", action="store_true")
     chosen = parser.parse_args()
     measure_quietly()
-    columns = ("case", "in use", *RULES, "ensemble", "overfit before", "overfit in use")
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
-    for case in cases(chosen.unseen):
-        if chosen.only not in str(case):
-            continue
+
+    def fits_of(case: Case, seeds: int) -> list[Densities]:
         found = []
-        for seed in range(chosen.seeds):
+        for seed in range(seeds):
             file = None if chosen.keep is None else chosen.keep / f"{case} {seed}.pt"
             if file is not None and file.is_file():
                 found.append(Densities(*torch.load(file)))
@@ -253,7 +280,20 @@ def main() -> None:
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(tuple(found[-1]), file)
-        print(f"| {' | '.join(row(case, found))} |", flush=True)
+        return found
+
+    if chosen.few:
+        print("| samples | mean | worst case | cases at most +0.003 |\n|---|---|---|---|")
+        seeds = {case: chosen.seeds for case in cases(False)} | {case: 2 for case in cases(True)}
+        of_cases = {case: fits_of(case, count) for case, count in seeds.items()}
+        for count in (5, 10, 20):
+            few(of_cases, count)
+        return
+    columns = ("case", "in use", *RULES, "ensemble", "overfit before", "overfit in use")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    for case in cases(chosen.unseen):
+        if chosen.only in str(case):
+            print(f"| {' | '.join(row(case, fits_of(case, chosen.seeds)))} |", flush=True)
 
 
 if __name__ == "__main__":
