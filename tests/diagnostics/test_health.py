@@ -426,7 +426,7 @@ def test_chains_in_two_modes_are_found_or_said_not_to_be_compared(compared: bool
     loaders = DatasetDataModule(data, data if compared else None, batch_size=30)
     callbacks = [SamplingSchedule(burn_in_steps=500, every_n_steps=20), ChainHealth(warn=False)]
     callbacks += [SampleCollector(in_memory=True), BayesianModelAverage()] if compared else []
-    quiet_trainer(max_steps=3000, callbacks=callbacks).fit(module, datamodule=loaders)
+    quiet_trainer(max_steps=3000, callbacks=callbacks, check_val_every_n_epoch=500).fit(module, datamodule=loaders)
     report = module.health
     assert report is not None
     if compared:

@@ -308,7 +308,7 @@ SINGLES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SINGLES)
 @pytest.mark.parametrize("chains", [1, 2])
-@pytest.mark.by_default("2-a network", "1-clipping", "2-control")
+@pytest.mark.by_default("1-a network", "2-a network", "1-clipping", "2-control")
 def test_steps_that_are_made_one_by_one(case: str, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = counted(STEPS["traced"], monkeypatch)
     with_blocks, without = (fit(form, monkeypatch, chains, SINGLES[case]()) for form in ("traced", None))
