@@ -318,7 +318,7 @@ def graphs_kept() -> Iterator[None]:
 
 # -- forms -------------------------------------------------------------------------------------------------------------
 
-# Which form of one function of all chains is faster on a GPU: `torch.vmap`, or the chains written out one by one.
+# Which form of one function of all chains is faster: `torch.vmap`, or the chains written out one by one.
 #
 # `torch.vmap` makes one grouped convolution of the chains' convolutions, for which cuDNN may have no fast kernel, and
 # one batched product of their matrices, which is fast. So only convolutions are measured. On a CPU a grouped one takes

@@ -173,7 +173,7 @@ class FlatParameters:
         Weights that lie channels last do not during the fit; a convolution still computes in the format of its input.
         """
         pointers = {p.data_ptr() for p in parameters if p.numel()}
-        apart = all(_is_dense(p) and p.numel() for p in parameters) and len(pointers) == len(parameters)
+        apart = all(is_dense(p) and p.numel() for p in parameters) and len(pointers) == len(parameters)
         return apart and not _splits_pairs(parameters, num_chains)
 
     def with_rows(self, values: Sequence[Tensor], buffers: Sequence[Mapping[str, Tensor]]) -> "FlatParameters":
@@ -274,7 +274,7 @@ class FlatParameters:
         return type(None), ()  # a copied module has parameters with memory of their own
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether each place of a tensor's memory is one number, in any order of its axes."""
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

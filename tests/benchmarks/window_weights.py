@@ -233,20 +233,16 @@ def overfitting(rule: Callable[[Tensor], Tensor], own: Densities) -> float:
 
 def lost(own: Densities, indices: Sequence[int], weights: Tensor | None = None) -> float:
     """Return by how much some samples' test NLL is above that of all; their own weights are those of all."""
-    whole = in_use(own.val)
-    weights = whole[list(indices)] / whole[list(indices)].sum() if weights is None else weights
-    return float((mixture(own.test, whole) - mixture(own.test[list(indices)], weights)).mean())
+    whole, kept = in_use(own.val), list(indices)
+    weights = whole[kept] / whole[kept].sum() if weights is None else weights
+    return float((mixture(own.test, whole) - mixture(own.test[kept], weights)).mean())
 
 
 def few(of_cases: dict[Case, list[Densities]], count: int) -> None:
     """Print what some samples lose in the mean over cases, at worst, and in how many cases at most 0.003."""
-
-    def evenly(own: Densities) -> float:
-        return lost(own, thinned([0] * len(own.val), None, count))
-
     ways: dict[str, Callable[[Densities], float]] = {
         "chosen": lambda own: lost(own, *chosen_samples(own.val, in_use(own.val), count)),
-        "evenly spaced": evenly,
+        "evenly spaced": lambda own: lost(own, thinned([0] * len(own.val), None, count)),
         "newest": lambda own: lost(own, range(len(own.val) - count, len(own.val))),
     }
     for name, way in ways.items():

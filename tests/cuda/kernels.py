@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from lightning_sgmcmc.samplers.rows import is_dense
+
 aten = torch.ops.aten
 
 FREE = frozenset(
@@ -159,17 +161,6 @@ def foreach_launches(name: str, args: Any, kwargs: dict[str, Any]) -> int:
     blocks = sum(ceil(tensor.numel() / FOREACH_CHUNK) for tensor in first)
     count = max(1, ceil(blocks / FOREACH_BLOCKS), ceil(len(first) / FOREACH_TENSORS[min(depth, 5)]))
     return 2 * count if "norm" in name else count
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor fills its memory without gaps or overlaps, in any order of axes."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 class FusedKernels:

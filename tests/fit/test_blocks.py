@@ -187,15 +187,20 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", ALL)
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_blocks, without = Run(form, monkeypatch, **CASES[case]()), Run(None, monkeypatch, **CASES[case]())
+def check_blocks(form: str, options: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise unless a run with the blocks of a form is that without them."""
+    with_blocks, without = Run(form, monkeypatch, **options()), Run(None, monkeypatch, **options())
     assert without.hidden == 0
     assert with_blocks.hidden > with_blocks.trainer.global_step / 2
     if form == "captured" or "compiled" in form:
         assert with_blocks.compiled > 0  # the first 64 steps are not
     with_blocks.check_like(without)
+
+
+@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_blocks(form, CASES[case], monkeypatch)
 
 
 RULES: dict[str, Any] = {

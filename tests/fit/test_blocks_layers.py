@@ -12,7 +12,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, Gaussian
 from lightning_sgmcmc.chains import execution
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.fit import blocks
-from tests.fit.test_blocks import ALL, LISTED, Run, needs_compiler
+from tests.fit.test_blocks import ALL, LISTED, Run, check_blocks, needs_compiler
 
 
 class Attention(nn.Module):
@@ -49,17 +49,12 @@ def images() -> Any:
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_run_is_that_without_blocks(layers: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(form: str | None) -> Run:
+    def options() -> dict[str, Any]:
         torch.manual_seed(0)
         module = BayesianModule(LAYERS[layers](), Categorical(), lr=1e-3, num_chains=2, seed=3)
-        return Run(form, monkeypatch, module=module, data=DatasetDataModule(images(), batch_size=20), epochs=30)
+        return {"module": module, "data": DatasetDataModule(images(), batch_size=20), "epochs": 30}
 
-    with_blocks, without = run(form), run(None)
-    assert without.hidden == 0
-    assert with_blocks.hidden > with_blocks.trainer.global_step / 2
-    if form == "captured" or "compiled" in form:
-        assert with_blocks.compiled > 0  # the first 64 steps are not
-    with_blocks.check_like(without)
+    check_blocks(form, options, monkeypatch)
 
 
 class Squared(torch.autograd.Function):
