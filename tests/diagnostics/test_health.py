@@ -383,6 +383,7 @@ def test_energy_of_a_chain_that_still_falls() -> None:
     assert "longer burn-in" in finding.remedy
 
 
+@pytest.mark.by_default("falls-1", "chance-4", "SGHMC too large-4", "SGLD too large-1")
 @pytest.mark.parametrize("chains", [1, 4])
 @pytest.mark.parametrize(
     ("sampler", "share", "remedy"),

@@ -219,13 +219,13 @@ RULES: dict[str, Any] = {
 def test_listed_steps_are_those_of_a_rule(rule: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the change of temperature and adaptation at a burn-in's end."""
     lengths, chains = counted(ListedSteps, monkeypatch), 1 if form == "traced" else 3
-    schedule = partial(SamplingSchedule, burn_in_steps=100, every_n_steps=5)
+    schedule = partial(SamplingSchedule, burn_in_steps=80, every_n_steps=5)
 
     def run(form: str | None) -> Run:
-        return Run(form, monkeypatch, schedule(), sampler=RULES[rule], chains=chains, epochs=20)
+        return Run(form, monkeypatch, schedule(), sampler=RULES[rule], chains=chains, epochs=15)
 
     listed, without = run(form), run(None)
-    assert sum(lengths) > 60  # of 140, and none of the first 64
+    assert sum(lengths) > 30  # of 105, and none of the first 64
     listed.check_like(without)
     own, others = (dict(each.trainer.optimizers[0].param_groups[0]) for each in (listed, without))
     assert own | {"params": []} == others | {"params": []}

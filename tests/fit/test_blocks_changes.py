@@ -181,7 +181,7 @@ def test_momenta_are_compared_with_the_controls_of_all_steps(case: str, monkeypa
         options = CONTROLLED[case]()
         sampler = {"sampler": options.get("sampler", SGHMC), "lr": options.get("lr", 1e-3)}
         module = BayesianModule(network(), Gaussian(0.3), num_chains=2, seed=3, **sampler)
-        return Run(form, monkeypatch, *options["schedule"], ChainHealth(warn=False), module=module, epochs=60)
+        return Run(form, monkeypatch, *options["schedule"], ChainHealth(warn=False), module=module, epochs=40)
 
     mine = run("traced")
     assert len(single) < 0.5 * mine.hidden  # others are made many at once, those before a stage too

@@ -108,7 +108,7 @@ def test_convolutions_are_grouped_or_written_out(
 
     def run(form: str | None) -> Run:
         module = BayesianModule(convolving(), Gaussian(0.3), lr=1e-3, num_chains=2, seed=3)
-        return Run(form, monkeypatch, module=module, epochs=20)
+        return Run(form, monkeypatch, module=module, epochs=14)
 
     made = run("compiled")
     assert (made.compiled > 0, made.hidden > 60) == (is_compiled, True)

@@ -71,7 +71,7 @@ def both(form: str, monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_that_without_blocks(form: str, chains: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = counted(ListedSteps if form == "traced" else CompiledSteps, monkeypatch)
-    with_blocks, without = both(form, monkeypatch, CASES[case], chains=chains, epochs=24)
+    with_blocks, without = both(form, monkeypatch, CASES[case], chains=chains, epochs=17)
     assert without.hidden == 0
     steps = with_blocks.trainer.global_step
     assert with_blocks.hidden > steps / 2

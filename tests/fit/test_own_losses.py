@@ -129,6 +129,7 @@ class Reverses(pl.Callback):
                 parameter.grad.neg_()
 
 
+@pytest.mark.by_default("-1-options", "-2-options0", "-2-options3")
 @pytest.mark.parametrize("options", [*OPTIONS, {"gradient_clip_val": 1.0}])
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_weights_that_change_between_steps_are_named_once(
 def test_weights_that_change_between_epochs_are_named_among_steps_in_blocks(callback: Any) -> None:
     module = Plain(2)
     callbacks = [SamplingSchedule(every_n_steps=50), *([callback] if callback else [])]
-    said = warnings_of(module, *callbacks, max_epochs=150)
+    said = warnings_of(module, *callbacks, max_epochs=100)
     assert module.chains.counters.hidden_steps > 0
     assert said.count("Prunes.on_train_epoch_end changes the weights") == (callback is not None)
 

@@ -100,7 +100,9 @@ def test_planned_memory_of_noise_in_blocks(chains: int, name: str, monkeypatch: 
     test_planned_memory_is_that_of_the_tensors_held(name, chains)
 
 
-@pytest.mark.by_default("pSGHMC", "SWAG", "Covariance", "VarianceReduced")
+@pytest.mark.by_default(
+    "pSGHMC-3", "SWAG-1", "iterates-3", "VarianceReducedEnergy-1", "Friction-3", "seldom-1", "matrix-3"
+)
 @pytest.mark.parametrize("chains", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_planned_memory_is_that_of_the_tensors_held(name: str, chains: int) -> None:
