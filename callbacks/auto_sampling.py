@@ -87,6 +87,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
+    Without validation data, which a warning says, σ stays at its start and the draws count alike. Below about a hundred
+    data that predicts better than to hold some of them out; above, the scale is a guess.
+
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
     `summary.txt`: this callback with the scales that it chose as `prior_scales`, and the length that a budget gave as
@@ -105,11 +108,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             more (below some 400 data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35.
         temperature: τ; None is that of the objective.
         lr: step size of `pSGHMC`.
-        prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
+        prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
+            choice on validation data.
         lengths: [step, steps of the run] pairs by which an earlier run's budget gave its length, instead of the time.
 
     Raises:
-        ValueError: for an argument out of range; at the start of the fit, without validation data or an end of the run.
+        ValueError: for an argument out of range; at the start of the fit, without an end of the run.
 
     Source: Guo et al. 2017 (calibration temperature); Yao et al. 2018 (stacking); Wenzel et al. 2020 (cold posteriors).
     That the temperature sets the prior's scale is this library's rule; recipe `equal_cost` shows what it gives.
@@ -169,6 +173,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._scores = DrawingScores()
         """The average of each chain's newest draws."""
         self._counts: dict[int, int] = defaultdict(int)
+        self._validates: bool | None = None
+        """Whether the run has validation data, once that is known."""
         self._hot: list[PosteriorSample] = []
         """The draws of the part at temperature 1, in host memory."""
         self.chosen: dict[int, list[tuple[int, float]]] = {}
@@ -237,17 +243,19 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                     f"AutoSampling: the prior std {std:g} is narrow for {self._num_data} training data: pass "
                     f"AutoSampling(prior_std={wanted:g}), or num_data=… to the module, which chooses it"
                 )
-        loaders = validation_loaders(trainer)
-        if not loaders and not is_trial(trainer):
-            raise ValueError(
-                "AutoSampling chooses on validation data, and the run has none: pass a datamodule or loader with "
-                "validation data"
+        is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
+        if is_first and not self._validates and not is_trial(trainer) and self.objective != "ood":
+            stays = f"the prior's standard deviation stays {self._start_std:g} and "
+            rank_zero_warn(
+                f"AutoSampling has no validation data, so {stays if self.prior_scales is None else ''}the samples count "
+                "alike: pass validation data, unless there are fewer than about 100 data, which are worth more in training"
             )
 
     def plan_note(self) -> str | None:
         if self.objective == "ood":
             return "The samples keep even weights: the objective is to tell out-of-distribution inputs."
-        note = f"The plan counts samples alike; the validation data will weigh them by {WEIGHTS}."
+        weighed = f"; the validation data will weigh them by {WEIGHTS}." if self._validates else ", as the run does."
+        note = f"The plan counts samples alike{weighed}"
         if self.objective == "nll":
             return note
         return (
@@ -325,36 +333,38 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
         self.chosen.setdefault(chain, [(0, self._start_std)])
-        loaders = validation_loaders(trainer)
-        if not loaders:
-            return
-
-        def score(samples: list[PosteriorSample]) -> list[SampleScores]:
-            with undisturbed(trainer, module):
-                states, limit = states_on(module.device, samples), trainer.num_val_batches[0]
-                found = in_host_memory(scores_on(trainer, module, Scorer(module), states, loaders[0], limit))
-            return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
-
-        averages = instances_of(trainer, BayesianModelAverage)
-        scores = averages[0].scores_of(trainer, module, sample) if averages else self._scores.of(sample, score)
-        terms, log_density, target = scores.on_loaders[0]
-        self._densities[sample.step, chain] = log_density.float().cpu()
-        self._blocks[chain].add(terms, log_density, 0.0)
-        self._counts[chain] += 1
-        self._adapt(module, sample, target)
-        ends = self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch
-        if ends and self.prior_scales is None and isinstance(module.prior, HierarchicalPrior):
-            self._choose(module, sample, self._suiting(HOT_STD, True))
-
-    def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
-        """Set the prior's scale of a chain after a block of draws."""
-        chain, count = sample.chain, self._counts[sample.chain]
+        if loaders := validation_loaders(trainer):
+            self._evaluate(trainer, module, sample, loaders[0])
         if not isinstance(module.prior, HierarchicalPrior):
             return
         if self.prior_scales is not None:
             given = {int(step): std for step, std in self.prior_scales[chain]}
             if sample.step in given:
                 self._choose(module, sample, given[sample.step])
+        elif self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch:
+            self._choose(module, sample, self._suiting(HOT_STD, True))
+
+    def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
+        """Keep a draw's densities of the validation data, and set its chain's scale by them."""
+
+        def score(samples: list[PosteriorSample]) -> list[SampleScores]:
+            with undisturbed(trainer, module):
+                states, limit = states_on(module.device, samples), trainer.num_val_batches[0]
+                found = in_host_memory(scores_on(trainer, module, Scorer(module), states, loader, limit))
+            return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
+
+        averages = instances_of(trainer, BayesianModelAverage)
+        scores = averages[0].scores_of(trainer, module, sample) if averages else self._scores.of(sample, score)
+        terms, log_density, target = scores.on_loaders[0]
+        self._densities[sample.step, sample.chain] = log_density.float().cpu()
+        self._blocks[sample.chain].add(terms, log_density, 0.0)
+        self._counts[sample.chain] += 1
+        self._adapt(module, sample, target)
+
+    def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
+        """Set the prior's scale of a chain after a block of draws."""
+        chain, count = sample.chain, self._counts[sample.chain]
+        if not isinstance(module.prior, HierarchicalPrior) or self.prior_scales is not None:
             return
         at_end_of_block = count >= FIRST_BLOCK and (count - FIRST_BLOCK) % BLOCK == 0
         if not at_end_of_block or self.objective == "ood":
@@ -385,7 +395,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = self.run.module
         posterior = module.posterior
-        if trainer.interrupted or is_trial(trainer) or posterior is None or not self._densities:
+        if trainer.interrupted or is_trial(trainer) or posterior is None or not self.chosen:
             return
         if self.objective != "ood":
             self._weigh(trainer, module, posterior)
@@ -442,7 +452,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         final = ", ".join(f"{stds[-1]:.3g}" for stds in last)
         prior = f"prior std {final}" if chose_prior else "the module's prior"
         weights = "even weights"
-        if (efficiency := posterior.weight_efficiency) < 1:
+        if (efficiency := posterior.weight_efficiency) < 1 - 1e-6:  # of rounding
             effective = efficiency * len(posterior)
             weights = f"weights by {WEIGHTS} (effective sample size {effective:.1f} of {len(posterior)})"
         told = ""

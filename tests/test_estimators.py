@@ -300,8 +300,8 @@ def test_what_does_not_fit_is_refused() -> None:
         BayesianRegressor().fit(rows, pd.Series(Y)[::-1])
     with pytest.raises(ValueError, match="num_chains must be"):
         BayesianClassifier(num_chains=0).fit(X, LABELS)
-    with pytest.raises(ValueError, match=r"validation_fraction must be in \(0, 1\), got 0"):
-        BayesianClassifier(validation_fraction=0).fit(X, LABELS)
+    with pytest.raises(ValueError, match=r"validation_fraction must be in \[0, 1\), got 1"):
+        BayesianClassifier(validation_fraction=1).fit(X, LABELS)
     for settings in ({"trainer": {"callbacks": []}}, {"module": {"net": None}}):
         with pytest.raises(ValueError, match="which is an argument of its own"):
             BayesianRegressor(**settings).fit(X, Y)

@@ -466,12 +466,6 @@ def test_a_budget_goes_by_the_speed_of_later_steps(case: str, monkeypatch: pytes
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_needs_validation_data() -> None:
-    trainer = quiet_trainer(max_epochs=20, callbacks=[AutoSampling(num_draws=5)])
-    with pytest.raises(ValueError, match="chooses on validation data, and the run has none"):
-        trainer.fit(classifier(), loaders(0.1)[0])
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
