@@ -162,7 +162,7 @@ class Safeguards(RunCallback):
         self._shown: dict[str, Any] | None = None
         """What a checkpoint's batches have shown of their weights."""
         self._scales: PriorScales | None = None
-        self._has_trained = False
+        self._has_trained = self._has_own_step = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -203,6 +203,7 @@ class Safeguards(RunCallback):
         self._has_trained = True
         self._interruption.begin(trainer)
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
+        self._has_own_step = chain_model(pl_module).replaces("training_step")
         take_centers(chains)
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
@@ -255,7 +256,14 @@ class Safeguards(RunCallback):
         claims.before_update(trainer)  # where no claimant has called it
         claims.end_update()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        if self._has_own_step and not outputs:
+            name = type(pl_module).__name__
+            raise TypeError(
+                f"{name}.training_step returns None, so batch {trainer.fit_loop.epoch_loop.batch_idx} has no gradient, "
+                "and N counts its data: return super().training_step(batch, batch_idx). Leave data out of the data "
+                "set; nonfinite_energy='skip' skips energies that are not finite."
+            )
         self._shares.compare_ends(trainer)
         chains = chains_of(pl_module)
         pulse = self._pulse

@@ -1,7 +1,7 @@
 """What was computed from all training data is not used for others that replaced them, of the same number."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -10,8 +10,12 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import AMAGOLD, SGLD, BayesianModule, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import (
+    SWAG,
+    AutoSampling,
     ControlVariates,
     CovarianceFriction,
+    CyclicalSchedule,
+    DeepEnsemble,
     LearningCoefficient,
     MetropolisTest,
     SamplingSchedule,
@@ -155,3 +159,49 @@ def test_a_learning_coefficient_of_changing_data_is_refused() -> None:
     callbacks = [SamplingSchedule(every_n_epochs=1), Replaces("stream"), LearningCoefficient(loss="full")]
     with pytest.raises(ValueError, match="the training data changed since: use a datamodule whose data stay"):
         quiet_trainer(max_epochs=5, callbacks=callbacks).fit(module, stream())
+
+
+class Grows(pl.LightningDataModule):
+    """Epochs of one batch, later of two."""
+
+    def loader(self, count: int, seed: int) -> Any:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*numbers(count, seed)), batch_size=BATCH)
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return self.loader(BATCH if self.trainer.current_epoch < 2 else 2 * BATCH, 1)
+
+    def val_dataloader(self) -> Any:
+        return self.loader(20, 2)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda: AutoSampling(num_draws=4),
+        lambda: AutoSampling(lr=0.01, temperature=1.0, num_draws=4),
+        lambda: CyclicalSchedule(2, 0.5, 2),
+        lambda: DeepEnsemble(),
+        lambda: SWAG(),
+    ],
+)
+def test_a_run_that_becomes_longer_goes_on_with_the_last_controls(schedule: Any) -> None:
+    """It ended with a `ZeroDivisionError` under `AutoSampling`."""
+
+    class Controls(pl.Callback):
+        found: ClassVar[list[tuple[float, float]]] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            group = pl_module.sampler.param_groups[0]
+            self.found.append((float(group["lr"]), float(group["temperature"])))
+
+    looks, own = Controls(), schedule()
+    looks.found = []
+    trainer = quiet_trainer(max_epochs=20, callbacks=[own, looks], reload_dataloaders_every_n_epochs=1)
+    module = BayesianModule(nn.Linear(2, 1), Gaussian(1.0), lr=0.02, seed=3)
+    with pytest.warns(UserWarning, match="goes on after the 20 steps that .* has planned for"):
+        trainer.fit(module, datamodule=Grows())
+    assert len(looks.found) == 38
+    assert all(0 < lr < 1 and 0 <= temperature <= 1 for lr, temperature in looks.found)
+    if isinstance(own, AutoSampling):
+        assert set(looks.found[19:]) == {looks.found[19]}
