@@ -295,6 +295,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def controls(self, step: int) -> StepControls:
         stages = self.laid_out
+        step = min(step, stages.total_steps)  # epochs that become longer add steps
         if stages.is_warm_up(step):
             return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
         if step > stages.switch:  # what is measured of the stage of sampling, is of the samples that predict

@@ -200,10 +200,13 @@ class SampleCollector(SamplerCallback):
         last = restored.get("last_step", max((sample["step"] for sample in restored.get("samples", ())), default=0))
         later = sum(record.step > last for record in store.records)
         if later:
+            until = len(store) - later
+            own = (
+                f"Of those until then, `posterior[:{until}].evaluate(data)`." if until else "None was drawn until then."
+            )
             rank_zero_warn(
                 f"{later} of the {len(store)} samples were drawn after step {last}, that of the last one in ckpt_path, "
-                "whose weights alone are loaded: averages are of all samples. Of those until then, "
-                f"`posterior[:{len(store) - later}].evaluate(data)`."
+                f"whose weights alone are loaded: averages are of all samples. {own}"
             )
 
     @property

@@ -109,6 +109,7 @@ class SamplingSchedule(Schedule):
                 "the training loader has no length, so epochs cannot be counted in steps: pass steps instead"
             )
         self._steps_per_epoch = length.steps_per_epoch
+        self.epoch_steps = length.steps_per_epoch if by_epoch and not length.is_trial else 0
         self._first_lr, self._largest_lr = length.lr, float(torch.as_tensor(length.lr).max())
         if self.lr_decay is not None and self._largest_lr == 0:
             raise ValueError("lr_decay sets step sizes in proportion to the first one, which is 0: pass a positive lr")
@@ -406,6 +407,7 @@ class WarmStart(FirstStage):
         module, sampler = run.module, run.sampler
         self._check_run(run.trainer, sampler, saved)
         self._planned = self._length(run.trainer)
+        self.epoch_steps = epoch_length(run.trainer) if self.steps is None and not is_trial(run.trainer) else 0
         saved = saved or {}
         progress = run.chains.progress
         progress.warm_steps = saved.get("warm_steps", self._planned)
@@ -521,6 +523,7 @@ class WarmStart(FirstStage):
     def _end(self, trainer: pl.Trainer, module: ChainModel) -> None:
         """Return the chains to their best states, and let the sampler make the next step."""
         self._ended = self._draws_momenta = True
+        self.epoch_steps = 0
         module.sampler.stand_in = self._optimizers = None
         module.sampler.set_control("temperature", module.target_temperature)
         progress = module.chains.progress

@@ -29,7 +29,7 @@ from lightning_sgmcmc.fit.safeguards import Safeguards
 from lightning_sgmcmc.health.report import HealthReport
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, check_shape, named_trainable
-from lightning_sgmcmc.namespace import pl
+from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -413,6 +413,7 @@ class BayesianModule(ChainModel):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
+        _undo_compilation(self)
         check_namespace(self.trainer)  # Lightning itself would fail over another's datamodule before any later hook
         settle_folders(self.trainer)
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
@@ -451,6 +452,25 @@ class BayesianModule(ChainModel):
         """Per-datum gradients computed for each chain in the last fit: those of a step's mini-batch, or of all its
         candidates, and those of control variates."""
         return self.chains.counters.gradient_evaluations
+
+
+COMPILED = "forward", "training_step", "validation_step", "test_step", "predict_step"
+"""Methods that Lightning replaces on a module which `torch.compile` has wrapped."""
+
+
+def _undo_compilation(module: BayesianModule) -> None:
+    """Give a module that `torch.compile` has wrapped its methods back, since a step is more than tensor operations."""
+    context = module._compiler_ctx
+    if context is None:
+        return
+    for name in COMPILED:
+        own = context[f"original_{name}"]
+        vars(module).pop(name)
+        if getattr(own, "__func__", None) is not getattr(type(module), name):  # the user has set it on the object
+            setattr(module, name, own)
+    module._compiler_ctx = None
+    name = type(module).__name__
+    rank_zero_warn(f"torch.compile({name}) has no effect: pass {name}(compile=True), which compiles its network.")
 
 
 record_arguments(BayesianModule)

@@ -108,6 +108,9 @@ class RunCallback(pl.Callback):
     is_probe: ClassVar[bool] = False
     """Whether it belongs to a short run of a tuner, in which a step may cut the batches of an order."""
 
+    epoch_steps: int = 0
+    """Steps that it takes for those of each epoch of the fit, 0 if it counts none by epochs."""
+
     @property
     def only_counts(self) -> bool:
         """Whether its hooks at the start and end of epochs look at no state of the chains, so that an epoch may be

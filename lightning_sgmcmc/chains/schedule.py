@@ -11,7 +11,13 @@ import torch
 from lightning_sgmcmc.chains.callback import Place, PlannedSchedule, Run, SamplerCallback, sampling_module
 from lightning_sgmcmc.chains.chains import ChainModel, chains_of
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_trial, pass_on
+from lightning_sgmcmc.chains.trainer import (
+    GradientAccumulationScheduler,
+    fit_steps,
+    instances_of,
+    is_trial,
+    pass_on,
+)
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
@@ -305,9 +311,11 @@ def target_of(trainer: pl.Trainer, module: ChainModel) -> float | tuple[float, .
 
 
 def epoch_length(trainer: pl.Trainer) -> int:
-    """Return the number of optimizer steps in an epoch, 0 if unknown."""
-    batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 0
+    """Return the number of optimizer steps in the present epoch, 0 if unknown."""
+    batches, each = trainer.num_training_batches, trainer.accumulate_grad_batches
+    for scheduler in instances_of(trainer, GradientAccumulationScheduler):  # sets it when the epoch begins
+        each = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+    return math.ceil(batches / each) if math.isfinite(batches) else 0
 
 
 def schedule_of(trainer: pl.Trainer) -> Schedule | None:

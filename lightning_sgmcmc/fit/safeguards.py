@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.execution import begin_fit, end_fit
 from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
+from lightning_sgmcmc.chains.schedule import epoch_length
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.chains.trainer import callbacks_of, declared, instances_of, is_finished, is_trial
@@ -162,7 +163,8 @@ class Safeguards(RunCallback):
         self._shown: dict[str, Any] | None = None
         """What a checkpoint's batches have shown of their weights."""
         self._scales: PriorScales | None = None
-        self._has_trained = False
+        self._has_trained = self._has_own_step = False
+        self._by_epochs: list[RunCallback] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -203,6 +205,7 @@ class Safeguards(RunCallback):
         self._has_trained = True
         self._interruption.begin(trainer)
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
+        self._has_own_step = chain_model(pl_module).replaces("training_step")
         take_centers(chains)
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
@@ -228,6 +231,7 @@ class Safeguards(RunCallback):
         if trainer.ckpt_path:  # Lightning calls no hook at the start of the epoch in which a run resumes
             follow_data(trainer, chain_model(pl_module))
         self._blocks = StepBlocks.begun(trainer, chain_model(pl_module), self._scales)
+        self._by_epochs = [callback for callback in declared(trainer) if callback.epoch_steps]
         leave_out(trainer)
 
     @property
@@ -237,6 +241,20 @@ class Safeguards(RunCallback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
         begin_stream(trainer, follow_data(trainer, chain_model(pl_module)))
+        for callback in self._by_epochs:
+            self._compare_epoch(trainer, callback)
+
+    def _compare_epoch(self, trainer: pl.Trainer, callback: RunCallback) -> None:
+        """Warn, once, if an epoch has another number of steps than those by which a callback counts epochs."""
+        counted, each = callback.epoch_steps, epoch_length(trainer)
+        if not counted or each in (0, counted):
+            return
+        callback.epoch_steps = 0
+        steps = "1 step" if each == 1 else f"{each} steps"
+        rank_zero_warn(
+            f"Epoch {trainer.current_epoch} has {steps}, and {type(callback).__name__} counts each epoch of its "
+            f"arguments as {counted} steps, as the first had: give them in steps."
+        )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -255,7 +273,14 @@ class Safeguards(RunCallback):
         claims.before_update(trainer)  # where no claimant has called it
         claims.end_update()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        if self._has_own_step and not outputs:
+            name = type(pl_module).__name__
+            raise TypeError(
+                f"{name}.training_step returns None, so batch {trainer.fit_loop.epoch_loop.batch_idx} has no gradient, "
+                "and N counts its data: return super().training_step(batch, batch_idx). Leave data out of the data "
+                "set; nonfinite_energy='skip' skips energies that are not finite."
+            )
         self._shares.compare_ends(trainer)
         chains = chains_of(pl_module)
         pulse = self._pulse

@@ -1,7 +1,9 @@
 """What was computed from all training data is not used for others that replaced them, of the same number."""
 
 import functools
-from typing import Any
+import re
+import warnings
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -10,12 +12,17 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import AMAGOLD, SGLD, BayesianModule, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import (
+    SWAG,
+    AutoSampling,
     ControlVariates,
     CovarianceFriction,
+    CyclicalSchedule,
+    DeepEnsemble,
     LearningCoefficient,
     MetropolisTest,
     SamplingSchedule,
     VarianceReducedEnergy,
+    WarmStart,
 )
 from lightning_sgmcmc.datamodules import DatasetDataModule, StreamDataModule
 from lightning_sgmcmc.samplers import UnderdampedLangevin
@@ -155,3 +162,107 @@ def test_a_learning_coefficient_of_changing_data_is_refused() -> None:
     callbacks = [SamplingSchedule(every_n_epochs=1), Replaces("stream"), LearningCoefficient(loss="full")]
     with pytest.raises(ValueError, match="the training data changed since: use a datamodule whose data stay"):
         quiet_trainer(max_epochs=5, callbacks=callbacks).fit(module, stream())
+
+
+class Grows(pl.LightningDataModule):
+    """Epochs of one batch, later of two."""
+
+    def loader(self, count: int, seed: int) -> Any:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*numbers(count, seed)), batch_size=BATCH)
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return self.loader(BATCH if self.trainer.current_epoch < 2 else 2 * BATCH, 1)
+
+    def val_dataloader(self) -> Any:
+        return self.loader(20, 2)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda: AutoSampling(num_draws=4),
+        lambda: AutoSampling(lr=0.01, temperature=1.0, num_draws=4),
+        lambda: CyclicalSchedule(2, 0.5, 2),
+        lambda: DeepEnsemble(),
+        lambda: SWAG(),
+    ],
+)
+def test_a_run_that_becomes_longer_goes_on_with_the_last_controls(schedule: Any) -> None:
+    """It ended with a `ZeroDivisionError` under `AutoSampling`."""
+
+    class Controls(pl.Callback):
+        found: ClassVar[list[tuple[float, float]]] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            group = pl_module.sampler.param_groups[0]
+            self.found.append((float(group["lr"]), float(group["temperature"])))
+
+    looks, own = Controls(), schedule()
+    looks.found = []
+    trainer = quiet_trainer(max_epochs=20, callbacks=[own, looks], reload_dataloaders_every_n_epochs=1)
+    module = BayesianModule(nn.Linear(2, 1), Gaussian(1.0), lr=0.02, seed=3)
+    with pytest.warns(UserWarning, match="goes on after the 20 steps that .* has planned for"):
+        trainer.fit(module, datamodule=Grows())
+    assert len(looks.found) == 38
+    assert all(0 < lr < 1 and 0 <= temperature <= 1 for lr, temperature in looks.found)
+    if isinstance(own, AutoSampling):
+        assert set(looks.found[19:]) == {looks.found[19]}
+
+
+def accumulating(**options: int) -> Any:
+    counts = {int(epoch[1:]): count for epoch, count in options.items()}
+    return lambda: pl.callbacks.GradientAccumulationScheduler(counts)
+
+
+class Steps(pl.Callback):
+    """Keeps the steps of samples."""
+
+    def __init__(self) -> None:
+        self.found = set[int]()
+
+    def on_posterior_sample(self, trainer: Any, pl_module: Any, sample: Any) -> None:
+        self.found.add(sample.step)
+
+
+def every_step() -> SamplingSchedule:
+    return SamplingSchedule(every_n_steps=1)
+
+
+def by_epochs() -> SamplingSchedule:
+    return SamplingSchedule(burn_in_epochs=4, every_n_epochs=2)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize(
+    ("callbacks", "options", "warns", "steps"),
+    [
+        ([by_epochs, accumulating(e0=1, e3=2)], {}, "Epoch 3 has 1 step, and SamplingSchedule .* as 2 steps", None),
+        ([by_epochs], {"reload_dataloaders_every_n_epochs": 1}, "Epoch 2 has 2 steps, and SamplingSchedule", None),
+        ([by_epochs, accumulating(e0=2)], {}, None, [6, 8, 10]),
+        ([lambda: WarmStart(epochs=4), every_step, accumulating(e0=1, e2=2)], {}, "Epoch 2 .* WarmStart", None),
+        (
+            [lambda: WarmStart(epochs=2), lambda: SamplingSchedule(every_n_steps=3), accumulating(e0=2)],
+            {},
+            None,
+            [5, 8],
+        ),
+        ([lambda: SamplingSchedule(every_n_steps=5), accumulating(e0=1, e3=2)], {}, None, [5, 10]),
+    ],
+)
+def test_epochs_of_other_lengths_than_the_first_are_named(
+    callbacks: list[Any], options: dict[str, Any], warns: str | None, steps: Any, chains: int
+) -> None:
+    """Samples that were wanted every two epochs were drawn at other ones, or the burn-in took other epochs."""
+    looks = Steps()
+    grows = Grows() if options else None
+    loader = None if options else Grows().loader(2 * BATCH, 1)
+    trainer = quiet_trainer(max_epochs=10, callbacks=[*(make() for make in callbacks), looks], **options)
+    module = BayesianModule(nn.Linear(2, 1), Gaussian(1.0), lr=0.02, seed=3, num_chains=chains)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, datamodule=grows)
+    said = [str(one.message) for one in caught if "give them in steps" in str(one.message)]
+    assert len(said) == (warns is not None)
+    assert warns is None or re.search(warns, said[0])
+    assert steps is None or sorted(looks.found) == steps

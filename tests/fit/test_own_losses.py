@@ -97,6 +97,28 @@ def test_another_loss_than_the_energy_is_named_once(kind: Any, chains: int, opti
     assert ("log_likelihood(batch) or log_prior()" in said) == bool(expected)
 
 
+class NoLoss(Net):
+    """Leaves out some batches of an epoch, or all, as Lightning allows."""
+
+    kept = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx < self.kept else None
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_step_without_a_loss_is_refused(kept: int, chains: int, options: dict[str, Any]) -> None:
+    """It moved no chain, and was counted: all samples of a fit were its start."""
+    module = NoLoss(chains)
+    module.kept = kept
+    expected = rf"NoLoss.training_step returns None, so batch {kept} .*return super\(\).training_step"
+    with pytest.raises(TypeError, match=expected):
+        warnings_of(module, SamplingSchedule(every_n_steps=1), **options)
+
+
 def test_a_short_last_window_is_no_other_loss() -> None:
     """Three of its batches belong to a step of four."""
     said = warnings_of(Logs(), SamplingSchedule(every_n_steps=1), accumulate_grad_batches=4, limit_train_batches=7)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
-from tests.support.problems import CLASSES, Data, Net, network
+from tests.support.problems import CLASSES, Data, Net, Plain, network
 from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,6 +78,15 @@ def test_samples_after_the_checkpoint_that_is_evaluated_are_named(tmp_path: Path
             said = [str(one.message) for one in caught if "samples were drawn after step" in str(one.message)]
             assert len(said) == (later > 0)
             assert not said or (said[0].startswith("2 of the 5 samples") and "posterior[:3]" in said[0])
+
+
+def test_a_checkpoint_before_the_first_sample_has_none_to_evaluate(tmp_path: Path) -> None:
+    saved = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [SamplingSchedule(burn_in_steps=2, every_n_steps=1), SampleCollector(in_memory=True), saved]
+    trainer, module = quiet_trainer(max_steps=4, callbacks=callbacks, enable_checkpointing=True), Net()
+    trainer.fit(module, datamodule=Data())
+    with pytest.warns(UserWarning, match="2 of the 2 samples were drawn after step 0.*None was drawn until then"):
+        trainer.validate(module, datamodule=Data(), ckpt_path=tmp_path / "step=1.ckpt", verbose=False)
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -284,3 +293,31 @@ def test_weights_alone_move_no_samples_aside(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has weights alone"):
         again.fit(Net(), datamodule=Data(), ckpt_path=tmp_path / "weights.ckpt")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# -- a module that torch.compile has wrapped ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_compiled_module_makes_the_plain_ones_steps_and_predictions(
+    chains: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its fit had no blocks, and `trainer.predict` ended with an error of torch's compiler."""
+    states, found = [], []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        module, callbacks = Plain(chains), [SamplingSchedule(every_n_steps=200), SampleCollector(in_memory=True)]
+        given: Any = torch.compile(module, backend="eager") if compiles else module
+        trainer = quiet_trainer(max_steps=1000, max_epochs=-1, callbacks=callbacks)
+        with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO"):
+            warnings.simplefilter("always")
+            trainer.fit(given, datamodule=Data())
+        said = [str(one.message) for one in caught if "torch.compile(Plain) has no effect" in str(one.message)]
+        assert len(said) == compiles
+        assert all("compile=True" in one for one in said)
+        assert module.chains.counters.hidden_steps > 0
+        states.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+        found.append(torch.cat([batch.probabilities for batch in trainer.predict(given, datamodule=Data())]))
+    assert torch.equal(*states)
+    assert torch.equal(*found)
+    assert "own training_step" not in caplog.text
