@@ -21,7 +21,7 @@ from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import predictions_with_targets
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.tables import as_tensor
+from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import widest
 
 Method = Literal["threshold", "adaptive", "class-conditional", "quantile"]
@@ -47,8 +47,11 @@ class ConformalPrediction:
         """Return whether each target is in its set, shape (n,), or its intervals, (n, D).
 
         Args:
-            target: labels (n,), or numbers (n, D) or (n,) in the units of the prediction.
+            target: labels (n,), or a series of the classes' names; or numbers (n, D) or (n,) in the units of the
+                prediction.
         """
+        if self.sets is not None:
+            target = Columns(classes=self.prediction._names).as_labels(target)
         target = as_tensor("target", target)
         if self.sets is not None:
             return self.sets.gather(1, target.long().reshape(-1, 1).to(self.sets.device))[:, 0]
