@@ -232,7 +232,8 @@ class Decisions(StoredSamples):
 
         "bald" takes the k inputs with the largest mutual information I(y_i; θ) each, and of two equal inputs both.
         "batchbald" takes one after another by what its label adds, I(y_1, …, y_k; θ). For numbers the information is
-        that of Gaussians with the samples' means and noise, ½·log det(1 + Λ^(-1/2)·C·Λ^(-1/2)).
+        that of Gaussians with the samples' means and noise, ½·log det(1 + Λ^(-1/2)·C·Λ^(-1/2)). If there are samples of
+        `novelty`, it is theirs.
 
         Args:
             pool: inputs, as `predict` takes them; a loader in a fixed order.
@@ -252,7 +253,7 @@ class Decisions(StoredSamples):
             pool = torch.randn(100, 2)
             to_label = pool[posterior.acquire(pool, 10).indices]
         """
-        prediction = self.predict(pool, return_samples=True)
+        prediction = (self if self.novelty is None else self.novelty).predict(pool, return_samples=True)
         check_choice("method", method, ("bald", "batchbald"))
         check_count("k", k, optional=False)
         if k > len(prediction):
