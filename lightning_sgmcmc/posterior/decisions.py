@@ -216,7 +216,8 @@ class Decisions(StoredSamples):
             confidence: that the risk holds, in (0, 1).
             score: the uncertainty: "max_probability", "entropy" or "mutual_information" of classes (None: the first);
                 "std" or "epistemic_std" of numbers (None: the first).
-            tolerance: of numbers, the largest error of one that is right, in the data's units; one for each of several.
+            tolerance: of numbers, the largest error of one that is right, in the data's units; one for each of D, and
+                one for all numbers of a field or sequence, which is right if all of them are.
 
         Raises:
             ValueError: if no share of the data shows the risk, an argument is out of range, or tolerance is missing.
@@ -265,10 +266,10 @@ class Decisions(StoredSamples):
                 return _top(prediction.mutual_information, k)
             generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
             return batch_bald(kept.probabilities, kept.weights, k, generator)
-        if not isinstance(kept, Mixture):
+        if not isinstance(kept, Mixture) or prediction.mean.dim() != 2:
             raise TypeError(
-                f"acquire compares inputs by their class or their numbers, and these predictions are a "
-                f"{type(prediction).__name__} without either for each input: choose by a score of your own"
+                f"acquire compares inputs by their class or their numbers (n, D), and these predictions are a "
+                f"{prediction} without either for each input: choose by a score of your own"
             )
         law = kept.components
         if not bool(law.variance.isfinite().all()):
