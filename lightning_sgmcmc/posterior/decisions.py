@@ -31,7 +31,7 @@ from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Members, Mixture, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed, reseed, unchanged_torch_generators
 from lightning_sgmcmc.tables import as_tensor
-from lightning_sgmcmc.tensors import widest, widest_dtype
+from lightning_sgmcmc.tensors import exact, widest, widest_dtype
 
 Step = Callable[[Tensor, Tensor], Tensor]
 AcquisitionMethod = Literal["bald", "batchbald"]
@@ -346,7 +346,7 @@ class Decisions(StoredSamples):
                     law = call.call(state, inputs)
                     output = (law.sample() if noise else law.mean).to(first)
                     if scaling is not None:
-                        output = output * output.new_tensor(scaling.std) + output.new_tensor(scaling.mean)
+                        output = output * exact(scaling.factor).to(output) + exact(scaling.shift).to(output)
                     path.append(output)
                     inputs = output if step is None else step(inputs, output)
                     _check_next(inputs, first, step is None)
