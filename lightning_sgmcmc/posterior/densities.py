@@ -151,10 +151,10 @@ def evaluate_samples(
 
 
 def _labels(group: Any, observed: Tensor) -> np.ndarray:
-    """Return the group of each observed datum, as an array (n,)."""
+    """Return the group of each observed datum as text, an array (n,); a label that is missing is a group too."""
     labels = np.asarray(group.cpu() if isinstance(group, Tensor) else group)
     if labels.shape != (len(observed),):
         raise ValueError(
             f"group should have a label for each of the {len(observed)} data, in their order, got shape {labels.shape}"
         )
-    return labels[observed.numpy()]
+    return np.array(list(map(str, labels[observed.numpy()].tolist())))
