@@ -218,6 +218,18 @@ class Distillation(pl.LightningModule):
             if is_overridden(name, posterior.model):
                 setattr(self, name, getattr(posterior.model, name))
 
+    def reading(self, batches: Any) -> Any:
+        """Return batches as a loader that a trainer reads in every epoch, before the fit.
+
+        A trainer takes a list for several loaders. Lists and iterators are what the network receives, without hooks.
+        """
+        check_batches(batches)
+        if not isinstance(batches, list | Iterator):
+            return batches
+        for name in HOOKS:
+            vars(self).pop(name, None)
+        return DataLoader(list(batches), batch_size=None)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)
         steps = self.trainer.estimated_stepping_batches
@@ -287,12 +299,6 @@ class Distillation(pl.LightningModule):
                 f"{axes[0]} or {axes[1]}: distil on inputs with another number of places"
             )
         return classes, axes[0]
-
-
-def repeatable(batches: Any) -> Any:
-    """Return batches as a loader that a trainer reads in every epoch; it takes a list for several loaders."""
-    check_batches(batches)
-    return DataLoader(list(batches), batch_size=None) if isinstance(batches, list | Iterator) else batches
 
 
 # -- few samples -------------------------------------------------------------------------------------------------------

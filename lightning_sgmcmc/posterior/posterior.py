@@ -23,7 +23,7 @@ from lightning_sgmcmc.posterior.decisions import Decisions
 from lightning_sgmcmc.posterior.densities import evaluate_samples
 from lightning_sgmcmc.posterior.description import model_of, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.distillation import Compression, Distillation, Student, compress, repeatable
+from lightning_sgmcmc.posterior.distillation import Compression, Distillation, Student, compress
 from lightning_sgmcmc.posterior.export import plot_map, plot_predictions, plot_reliability, plot_trace, samples_in
 from lightning_sgmcmc.posterior.networks import Ensemble, State, mean_likelihood, plain_networks, samples_of_states
 from lightning_sgmcmc.posterior.predictive import (
@@ -472,7 +472,7 @@ class Posterior(Decisions):
         if isinstance(loader, pl.LightningDataModule):
             fit(task, datamodule=loader)
         else:
-            fit(task, repeatable(loader))
+            fit(task, task.reading(loader))
         return task.student.eval()
 
     def compress(self, k: int, data: Any, unknown: Any = None) -> "Posterior":
