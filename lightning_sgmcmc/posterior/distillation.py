@@ -228,7 +228,8 @@ class Distillation(pl.LightningModule):
             return batches
         for name in HOOKS:
             vars(self).pop(name, None)
-        return DataLoader(list(batches), batch_size=None)
+        data: Any = list(batches)
+        return DataLoader(data, batch_size=None)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)

@@ -63,10 +63,11 @@ def _samples_of(store: SampleStore) -> set[tuple[Any, ...]]:
     """Return what tells the samples of a store, or those that a view is of, from all others."""
     found: set[tuple[Any, ...]] = set()
     for own, index in map(store.place, range(len(store))):
-        record = own.records[index]
-        on_disk = isinstance(own, DiskStore)
-        place = (own.run_id, record.step, record.chain, record.draw, record.checksum) if on_disk else (id(own), index)
-        found.add(place)
+        if isinstance(own, DiskStore):
+            record = own.records[index]
+            found.add((own.run_id, record.step, record.chain, record.draw, record.checksum))
+        else:
+            found.add((id(own), index))
     return found
 
 
