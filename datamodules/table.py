@@ -21,7 +21,7 @@ from lightning_sgmcmc.tables.arrays import (
     is_table,
     with_categories,
 )
-from lightning_sgmcmc.tables.columns import plain, some
+from lightning_sgmcmc.tables.columns import are_named_by_numbers, plain, some
 
 Task = Literal["regression", "classes", "counts", "censored"]
 TASKS = ("regression", "classes", "counts", "censored")
@@ -507,7 +507,8 @@ def _named_labels(y: Any, classes: Sequence[Any]) -> tuple[Tensor, tuple[Any, ..
     series = y if is_table(y) and not hasattr(y, "columns") else None
     found = np.asarray(y, dtype=object if series is not None else None).reshape(-1)
     are_categories = series is not None and is_categorical(series)
-    if not are_categories and not (found.dtype.kind in "OUS" and any(isinstance(v, str) for v in found[:1])):
+    are_names = are_categories or are_named_by_numbers(classes)
+    if not are_names and not (found.dtype.kind in "OUS" and any(isinstance(v, str) for v in found[:1])):
         return None
     values = [plain(value) for value in found]
     missing = sum(value is None or value != value for value in values)

@@ -286,8 +286,22 @@ def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
             f"x is a tuple of {len(x)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
             "predict(x), several by their names in forward, predict({'name': …}), or a list of batches"
         )
+    if not isinstance(x, Iterable):  # a data set has single examples, each of which would be read as a batch
+        raise TypeError(
+            f"x is a {type(x).__name__}: pass a tensor, an array, a frame, a dict, or batches, as of a DataLoader of it"
+        )
     found: Iterable[Any] = x
     return found
+
+
+def check_batches(batches: Any) -> None:
+    """Raise TypeError unless there are several batches, as of a loader."""
+    is_one = hasattr(batches, "shape") or isinstance(batches, tuple) or is_object(batches)
+    if is_one or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, a list of "
+            "batches, [x], or use predict(x) for one array or batch"
+        )
 
 
 def inputs_of(batch: Any, arguments: Arguments) -> Any:

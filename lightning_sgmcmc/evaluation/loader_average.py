@@ -286,7 +286,7 @@ class Evaluation:
 
     Attributes:
         members: for each sample its step, chain, cycle and own metrics.
-        running: for each sample the metrics of the average of all samples so far.
+        running: for each sample the metrics of the average of all samples so far, NaN while all weights are 0.
         average: the average's tensors (see `WeightedAverage`), for figures.
         target: the targets, shape (n, …), None if the module has no likelihood.
         ood: for each set of out-of-distribution data, the average's tensors there.
@@ -433,21 +433,21 @@ class LoaderAverage:
             return total.combined()
 
         average = add(self._total, terms, log_density)
+        known = average.log_total > -math.inf  # False while all weights are 0
         own = metrics_of(module, terms, log_density, target, scaling)
-        running = metrics_of(module, average.terms, average.log_density, target, scaling)
+        running = metrics_of(module, average.terms, average.log_density, target, scaling) if known else {}
         own |= self._metrics.values(module, terms, target, scaling)
-        running |= self._metrics.values(module, average.terms, target, scaling)
+        running |= self._metrics.values(module, average.terms, target, scaling) if known else {}
         for name, unknown in ood_terms.items():
-            ood = add(self._ood.setdefault(name, self._new()), unknown, log_density[:0])
-            self.evaluation.ood[name] = ood
+            ood = self.evaluation.ood[name] = add(self._ood.setdefault(name, self._new()), unknown, log_density[:0])
             own |= _ood_figures(name, terms, unknown)
-            running |= _ood_figures(name, average.terms, ood.terms)
+            running |= _ood_figures(name, average.terms, ood.terms) if known else {}
         evaluation = self.evaluation
         if not evaluation.guessing:
             evaluation.guessing = guessing_metrics(module, terms, target, scaling)
         evaluation.members.append({"step": sample.step, "chain": sample.chain, "cycle": sample.cycle} | own)
         evaluation.log_weights.append(sample.log_weight)
-        evaluation.running.append(running)
+        evaluation.running.append(running if known else dict.fromkeys(own, math.nan))
         evaluation.average = average
         evaluation.comparable &= sample.comparable
         evaluation.per_datum.add(len(evaluation.members) - 1, sample.cycle, log_density, average.log_density)

@@ -31,7 +31,7 @@ from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Members, Mixture, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed, reseed, unchanged_torch_generators
 from lightning_sgmcmc.tables import as_tensor
-from lightning_sgmcmc.tensors import widest, widest_dtype
+from lightning_sgmcmc.tensors import exact, widest, widest_dtype
 
 Step = Callable[[Tensor, Tensor], Tensor]
 AcquisitionMethod = Literal["bald", "batchbald"]
@@ -216,7 +216,8 @@ class Decisions(StoredSamples):
             confidence: that the risk holds, in (0, 1).
             score: the uncertainty: "max_probability", "entropy" or "mutual_information" of classes (None: the first);
                 "std" or "epistemic_std" of numbers (None: the first).
-            tolerance: of numbers, the largest error of one that is right, in the data's units; one for each of several.
+            tolerance: of numbers, the largest error of one that is right, in the data's units; one for each of D, and
+                one for all numbers of a field or sequence, which is right if all of them are.
 
         Raises:
             ValueError: if no share of the data shows the risk, an argument is out of range, or tolerance is missing.
@@ -232,7 +233,8 @@ class Decisions(StoredSamples):
 
         "bald" takes the k inputs with the largest mutual information I(y_i; θ) each, and of two equal inputs both.
         "batchbald" takes one after another by what its label adds, I(y_1, …, y_k; θ). For numbers the information is
-        that of Gaussians with the samples' means and noise, ½·log det(1 + Λ^(-1/2)·C·Λ^(-1/2)).
+        that of Gaussians with the samples' means and noise, ½·log det(1 + Λ^(-1/2)·C·Λ^(-1/2)). If there are samples of
+        `novelty`, it is theirs.
 
         Args:
             pool: inputs, as `predict` takes them; a loader in a fixed order.
@@ -252,7 +254,7 @@ class Decisions(StoredSamples):
             pool = torch.randn(100, 2)
             to_label = pool[posterior.acquire(pool, 10).indices]
         """
-        prediction = self.predict(pool, return_samples=True)
+        prediction = (self if self.novelty is None else self.novelty).predict(pool, return_samples=True)
         check_choice("method", method, ("bald", "batchbald"))
         check_count("k", k, optional=False)
         if k > len(prediction):
@@ -264,10 +266,10 @@ class Decisions(StoredSamples):
                 return _top(prediction.mutual_information, k)
             generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
             return batch_bald(kept.probabilities, kept.weights, k, generator)
-        if not isinstance(kept, Mixture):
+        if not isinstance(kept, Mixture) or prediction.mean.dim() != 2:
             raise TypeError(
-                f"acquire compares inputs by their class or their numbers, and these predictions are a "
-                f"{type(prediction).__name__} without either for each input: choose by a score of your own"
+                f"acquire compares inputs by their class or their numbers (n, D), and these predictions are a "
+                f"{prediction} without either for each input: choose by a score of your own"
             )
         law = kept.components
         if not bool(law.variance.isfinite().all()):
@@ -344,7 +346,7 @@ class Decisions(StoredSamples):
                     law = call.call(state, inputs)
                     output = (law.sample() if noise else law.mean).to(first)
                     if scaling is not None:
-                        output = output * output.new_tensor(scaling.std) + output.new_tensor(scaling.mean)
+                        output = output * exact(scaling.factor).to(output) + exact(scaling.shift).to(output)
                     path.append(output)
                     inputs = output if step is None else step(inputs, output)
                     _check_next(inputs, first, step is None)

@@ -12,6 +12,7 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.diagnostics.joint import JointScore, dyadic_groups, joint_nll, nearest_groups, random_groups
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage, UserMetrics, group_metrics
 from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
@@ -120,6 +121,7 @@ def evaluate_samples(
     user = UserMetrics(metrics)
     user.check(model)
     store, log_weights = posterior.store, posterior.log_weights.tolist()
+    normalised_weights(posterior.log_weights)  # raises if they are NaN, or all zero
     given = batches_of(data, store.columns, model, "evaluate")
     if group is not None and is_shuffled(given):
         raise ValueError(
@@ -149,10 +151,10 @@ def evaluate_samples(
 
 
 def _labels(group: Any, observed: Tensor) -> np.ndarray:
-    """Return the group of each observed datum, as an array (n,)."""
+    """Return the group of each observed datum as text, an array (n,); a label that is missing is a group too."""
     labels = np.asarray(group.cpu() if isinstance(group, Tensor) else group)
     if labels.shape != (len(observed),):
         raise ValueError(
             f"group should have a label for each of the {len(observed)} data, in their order, got shape {labels.shape}"
         )
-    return labels[observed.numpy()]
+    return np.array(list(map(str, labels[observed.numpy()].tolist())))

@@ -1,7 +1,7 @@
 """A posterior made smaller: one network with its averaged predictive and its epistemic part, or few of its samples."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,17 @@ import numpy as np
 import torch
 from scipy import optimize
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_sgmcmc.batches.inputs import arguments_of_network, as_tensors, batches_in, called, inputs_of, unwrapped
+from lightning_sgmcmc.batches.inputs import (
+    arguments_of_network,
+    as_tensors,
+    batches_in,
+    called,
+    check_batches,
+    inputs_of,
+    unwrapped,
+)
 from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
@@ -209,6 +218,19 @@ class Distillation(pl.LightningModule):
             if is_overridden(name, posterior.model):
                 setattr(self, name, getattr(posterior.model, name))
 
+    def reading(self, batches: Any) -> Any:
+        """Return batches as a loader that a trainer reads in every epoch, before the fit.
+
+        A trainer takes a list for several loaders. Lists and iterators are what the network receives, without hooks.
+        """
+        check_batches(batches)
+        if not isinstance(batches, list | Iterator):
+            return batches
+        for name in HOOKS:
+            vars(self).pop(name, None)
+        data: Any = list(batches)
+        return DataLoader(data, batch_size=None)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)
         steps = self.trainer.estimated_stepping_batches
@@ -237,6 +259,7 @@ class Distillation(pl.LightningModule):
     def _losses(self, batch: Any) -> tuple[Tensor, Tensor, int]:
         """Return the two parts of the loss, and the number of data."""
         inputs = inputs_of(batch, self._teacher.model.accepted_arguments)
+        inputs = as_tensors(inputs, self.device, next(self.student.parameters()).dtype, self._columns.inputs)
         teacher = self._teacher.predict([inputs])
         output = self.student.output_of(inputs)
         if not self._is_known:

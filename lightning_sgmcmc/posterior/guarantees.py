@@ -21,7 +21,7 @@ from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import predictions_with_targets
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.tables import as_tensor
+from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import widest
 
 Method = Literal["threshold", "adaptive", "class-conditional", "quantile"]
@@ -47,8 +47,11 @@ class ConformalPrediction:
         """Return whether each target is in its set, shape (n,), or its intervals, (n, D).
 
         Args:
-            target: labels (n,), or numbers (n, D) or (n,) in the units of the prediction.
+            target: labels (n,), or a series of the classes' names; or numbers (n, D) or (n,) in the units of the
+                prediction.
         """
+        if self.sets is not None:
+            target = Columns(classes=self.prediction._names).as_labels(target)
         target = as_tensor("target", target)
         if self.sets is not None:
             return self.sets.gather(1, target.long().reshape(-1, 1).to(self.sets.device))[:, 0]
@@ -203,7 +206,7 @@ class Selective:
 
 
 def uncertainty_of(prediction: Prediction, score: Score, tolerance: Sequence[float]) -> Tensor:
-    """Return a score of each prediction, shape (n,), larger for those less sure; of numbers the largest of D, each
+    """Return a score of each prediction, shape (n,), larger for those less sure; of several numbers the largest, each
     divided by its tolerance."""
     if isinstance(prediction, ClassPrediction) and score in SCORES_OF_CLASSES:
         return widest(
@@ -213,7 +216,7 @@ def uncertainty_of(prediction: Prediction, score: Score, tolerance: Sequence[flo
         fitting = SCORES_OF_CLASSES if isinstance(prediction, ClassPrediction) else SCORES_OF_NUMBERS
         raise ValueError(f"score={score!r} is not for a {type(prediction).__name__}: use {' or '.join(fitting)}")
     width = widest(getattr(prediction, score))
-    return (width / width.new_tensor(tolerance)).max(1).values
+    return (width / width.new_tensor(tolerance)).flatten(1).max(1).values
 
 
 def fit_selective(
@@ -237,9 +240,9 @@ def fit_selective(
             score, known = score or "max_probability", target >= 0
             errors = prediction.probabilities.argmax(1) != target
         else:
-            score, largest = score or "std", _tolerances(tolerance, target.shape[1])
-            known = ~target.isnan().any(1)
-            errors = ((target - widest(prediction.mean)).abs() > target.new_tensor(largest)).any(1)
+            score, largest = score or "std", _tolerances(tolerance, target)
+            known = ~target.isnan().flatten(1).any(1)
+            errors = ((target - widest(prediction.mean)).abs() > target.new_tensor(largest)).flatten(1).any(1)
         uncertainties.append(uncertainty_of(prediction, score, largest)[known].cpu())
         wrong.append(errors[known].cpu())
     assert score is not None  # there was a batch
@@ -256,15 +259,20 @@ def fit_selective(
     return Selective(*found[:1], risk, confidence, *found[1:], score, largest, len(is_wrong))
 
 
-def _tolerances(tolerance: float | Sequence[float] | None, count: int) -> tuple[float, ...]:
+def _tolerances(tolerance: float | Sequence[float] | None, target: Tensor) -> tuple[float, ...]:
+    """Return the largest errors of targets (n, D), or one for all numbers of a field or sequence, (n, …)."""
     if tolerance is None:
         raise ValueError(
             "selective needs tolerance=…, the largest error of a number that is right, in the data's units, since the "
             "likelihood predicts numbers"
         )
+    count = target.shape[1] if target.dim() == 2 else 1
     given = tuple(tolerance) if isinstance(tolerance, Sequence) else (tolerance,) * count
     for each in given:
         check_within("tolerance", each, "(0, inf)")
     if len(given) != count:
-        raise ValueError(f"tolerance has {len(given)} numbers, and each datum has {count}: pass one for each, or one")
+        raise ValueError(
+            f"tolerance has {len(given)} numbers, and targets have the shape {tuple(target.shape)}: pass one number, "
+            "or one for each of D of targets (n, D)"
+        )
     return given

@@ -263,7 +263,8 @@ def samples_of_states(states: Iterable[State] | str | Path, model: EnergyModel) 
                     f"{place} has the shape {tuple(tensors[prefix + short].shape)} for {prefix + short!r}, net has "
                     f"{tuple(names[name].shape)}: net must be a network like those that were trained"
                 )
-        found = {name: tensors[prefix + short].detach().clone() for short, name in own.items()}
+        # As `load_state_dict` does: files often have 16 bits, in which the network was not to compute.
+        found = {name: tensors[prefix + short].detach().to(names[name].dtype, copy=True) for short, name in own.items()}
         found |= {name: tensor.detach().clone() for name, tensor in names.items() if name not in found}
         sampled = {name: tensor for name, tensor in found.items() if name in parameters}
         others = {name: tensor for name, tensor in found.items() if name not in parameters}

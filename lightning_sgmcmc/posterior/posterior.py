@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lightning_sgmcmc.batches.inputs import is_object
+from lightning_sgmcmc.batches.inputs import check_batches
 from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
+from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -193,7 +194,8 @@ class Posterior(Decisions):
             )
         with model.at_chain(0):
             likelihood = mean_likelihood(model.likelihood, self, self.weights)
-            others = type(self).from_states(model.net, states, likelihood, weights)
+            net = copied(model.net).to(dtype_of(self.store[0].parameters))
+            others = type(self).from_states(net, states, likelihood, weights)
         others.store.columns = self.columns
         others.model = model
         return self.merge(others)
@@ -256,12 +258,7 @@ class Posterior(Decisions):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        is_one = hasattr(batches, "shape") or isinstance(batches, tuple) or is_object(batches)
-        if is_one or not isinstance(batches, Iterable):
-            raise TypeError(
-                f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
-                "predict(x) for one array or batch"
-            )
+        check_batches(batches)
         return self._predictions(batches, return_samples)
 
     def _predictions(self, batches: Iterable[Any], return_samples: bool) -> Iterator[Prediction]:
@@ -430,7 +427,7 @@ class Posterior(Decisions):
         Source: Guo et al. 2017; Rahaman & Thiery 2021, section 4 (scaling the average of an ensemble).
         """
         chosen = self._selected(range(len(self)))
-        chosen.calibration = fit_calibration(self._ready_model(), self.store, self.log_weights.tolist(), data)
+        chosen.calibration = fit_calibration(self._ready_model(), self.store, self.weights.log().tolist(), data)
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen
@@ -454,7 +451,7 @@ class Posterior(Decisions):
         Args:
             student: a network with K + 1 outputs for K classes, or 3·D for D numbers, at each pixel or token (see
                 `Student`); it is changed in place.
-            loader: batches of inputs, or of pairs that start with them, or a datamodule.
+            loader: batches of inputs, or of pairs that start with them, also in a list; or a datamodule.
             epochs: passes over the loader.
             lr: the largest step size of Adam.
             epistemic_weight: weight of the epistemic part in the loss.
@@ -475,7 +472,7 @@ class Posterior(Decisions):
         if isinstance(loader, pl.LightningDataModule):
             fit(task, datamodule=loader)
         else:
-            fit(task, loader)
+            fit(task, task.reading(loader))
         return task.student.eval()
 
     def compress(self, k: int, data: Any, unknown: Any = None) -> "Posterior":
@@ -531,6 +528,7 @@ class Posterior(Decisions):
             a new posterior, in memory; this one is unchanged.
         """
         model = self._ready_model()
+        check_batches(batches)
         batches = batches if self.novelty is None else list(hooked(batches, model))
         found = Posterior(with_new_statistics(self.store, model, batches), model)
         found._novelty = None if self.novelty is None else self.novelty.update_batch_norm(batches)

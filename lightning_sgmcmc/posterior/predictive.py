@@ -177,6 +177,7 @@ def average_predictions(
     averages: list[WeightedAverage] = []
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
+    odd: tuple[int, ...] = ()
     with borrowed(model), torch.no_grad(), samples.shared():
         for chunk in _chunks(_inputs_alone(batches, model), min(CHUNK, HOST_SHARE * free_memory())):
             part = [WeightedAverage() for _ in chunk]
@@ -188,14 +189,21 @@ def average_predictions(
                     for (terms, own), log_weight in zip(samples.call(group, x), weights, strict=True):
                         average.add(terms, torch.empty(0, device=group.device), log_weight)
                         kept.add(batch, own)
+                        if isinstance(x, Tensor) and _rows_of(terms) != len(x):
+                            odd = (_rows_of(terms), *x.shape)
                         if return_samples:
                             name = per_sample_term_of(terms) if likelihood is None else likelihood.per_sample_term
                             requested.add(batch, {"each": terms[name]})
             averages += part
     if not averages:
         raise ValueError("x has no inputs to predict")
+    if odd:
+        rank_zero_warn(
+            f"x has the shape {odd[1:]}, so {odd[1]} inputs along its first axis, and the network predicts {odd[0]}: "
+            "pass one input alone as x[None]."
+        )
     terms = concatenate(average.terms for average in averages)
-    if not len(next(iter(terms.values()))):
+    if not _rows_of(terms):
         raise ValueError("x has no inputs to predict")
     bad = not_finite(terms)
     if bool(bad.any()):
@@ -206,6 +214,11 @@ def average_predictions(
     describe = prediction_of if likelihood is None else likelihood.prediction
     prediction = describe(terms, requested.stacked().get("each"))
     return with_distributions(prediction, likelihood, kept, torch.tensor(log_weights, dtype=torch.float64).softmax(0))
+
+
+def _rows_of(terms: Mapping[str, Tensor]) -> int:
+    """Return the number of predictions in a likelihood's terms, first axis n."""
+    return len(next(iter(terms.values())))
 
 
 def _likelihood_of(model: Any) -> Likelihood | None:
@@ -310,7 +323,7 @@ def average_scores(
 def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Iterable[Any]) -> MemoryStore:
     """Return samples with re-estimated BatchNorm statistics; see `Posterior.update_batch_norm`."""
     store = MemoryStore()
-    store.columns = samples.columns
+    store.take_over(samples)
     device = next(model.parameters()).device
     batches = list(batches) if isinstance(batches, Iterator) else hooked(batches, model)  # read once for each sample
     caller = StatelessCall(model, lambda m, x: m.output_of(x))

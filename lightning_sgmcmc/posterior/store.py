@@ -119,12 +119,20 @@ class SampleStore(ABC):
         """What is not sampled and all samples have in common, by name."""
         return {}
 
+    def take_over(self, other: "SampleStore") -> None:
+        """Take what another store knows of its samples together, of which this one gets copies."""
+        self.contour, self.columns, self.is_resampled = other.contour, other.columns, other.is_resampled
+
     @abstractmethod
     def append(self, sample: PosteriorSample) -> None:
         """Add a sample at the end."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> PosteriorSample: ...
+
+    def place(self, index: int) -> "tuple[SampleStore, int]":
+        """Return the store that has a sample, through all views, and its index there."""
+        return self, index
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a sample's parameters by name."""
@@ -258,6 +266,10 @@ class StoreView(SampleStore):
         sample = store[place]
         own = {name: getattr(record, name) for name in ("chain", "log_weight", "comparable")}
         return replace(sample, **own, shared=self.shared or sample.shared)
+
+    def place(self, index: int) -> tuple[SampleStore, int]:
+        store, place = self._places[index]
+        return store.place(place)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         store, place = self._places[index]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, comparable_log_weights
+from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.draws import normalised_weights, resample, weight_efficiency
@@ -55,12 +56,19 @@ def merged_store(
 
 def _share_samples(store: SampleStore, other: SampleStore) -> bool:
     """Return whether two stores have a sample of one run in common; runs may have used one folder after another."""
-    if store is other:
-        return True
-    if not isinstance(store, DiskStore) or not isinstance(other, DiskStore):
-        return False
-    places = [{(r.step, r.chain, r.draw, r.checksum) for r in one.records} for one in (store, other)]
-    return store.run_id == other.run_id and not places[0].isdisjoint(places[1])
+    return not _samples_of(store).isdisjoint(_samples_of(other))
+
+
+def _samples_of(store: SampleStore) -> set[tuple[Any, ...]]:
+    """Return what tells the samples of a store, or those that a view is of, from all others."""
+    found: set[tuple[Any, ...]] = set()
+    for own, index in map(store.place, range(len(store))):
+        if isinstance(own, DiskStore):
+            record = own.records[index]
+            found.add((own.run_id, record.step, record.chain, record.draw, record.checksum))
+        else:
+            found.add((id(own), index))
+    return found
 
 
 def _check_alike(
@@ -72,6 +80,12 @@ def _check_alike(
         raise ValueError(
             f"posterior {number} is of another network than the first: '{odd[0]}' has shape {ours.get(odd[0], 'none')} "
             f"in it and {theirs.get(odd[0], 'none')} in the first; merge samples of one network"
+        )
+    kinds = [dtype_of(own.parameters(0, list(ours)[:1])) for own in (store, first)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"posterior {number} has samples in {kinds[0]} and the first in {kinds[1]}, in which one network cannot "
+            "compute: merge runs of one precision"
         )
     found = first_difference(description_of(first_model), description_of(model), "its model", there="first")
     if found is not None and model is not None and first_model is not None:
@@ -330,8 +344,9 @@ class StoredSamples:
         chosen = type(self)(merged_store([one.store for one in every], models, masses), self.model)
         chosen._why_no_model = self._why_no_model
         told = [one.novelty for one in every if one.novelty is not None]
-        if len(told) == len(every):
-            chosen._novelty = told[0].merge(*told[1:])
+        if len(told) == len(every):  # parts of one posterior have the same
+            apart = [one for i, one in enumerate(told) if not any(_share_samples(one.store, o.store) for o in told[:i])]
+            chosen._novelty = apart[0].merge(*apart[1:])
         elif told:
             chosen.drop_novelty("only some of the posteriors have samples for it")
         return chosen
@@ -411,7 +426,7 @@ class StoredSamples:
         store = MemoryStore()
         for sample in self:
             store.append(sample)
-        store.contour, store.columns, store.is_resampled = self.store.contour, self.columns, self.store.is_resampled
+        store.take_over(self.store)
         kept = type(self)(store, self.model)
         kept.calibration = self.calibration
         kept._novelty = None if self.novelty is None else self.novelty.in_memory()

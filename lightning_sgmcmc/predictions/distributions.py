@@ -134,6 +134,17 @@ class StudentT(distributions.StudentT):
     tensor(0.7500)
     """
 
+    def __init__(self, df: Tensor, loc: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
+        self.df, self.loc, self.scale = torch.broadcast_tensors(df, loc, scale)
+        self._chi2 = distributions.Chi2(self.df, validate_args=validate_args)  # torch's checks it always, and waits
+        distributions.Distribution.__init__(self, self.df.shape, validate_args=validate_args)
+
+    @property
+    def variance(self) -> Tensor:
+        """scale²·df/(df - 2) for df > 2, ∞ for 1 < df ≤ 2, NaN else."""
+        finite = self.scale.square() * self.df / (self.df - 2)
+        return torch.where(self.df > 2, finite, torch.where(self.df > 1, torch.inf, torch.nan))
+
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density; torch's is wrong at many degrees of freedom."""
         z = (value - self.loc) / self.scale
@@ -281,6 +292,16 @@ def is_discrete(law: distributions.Distribution | type[distributions.Distributio
 def has_cdf(law: type[distributions.Distribution]) -> bool:
     """Return whether a class of distributions has a distribution function."""
     return law.cdf is not distributions.Distribution.cdf
+
+
+def cdf_of(law: distributions.Distribution, value: Tensor) -> Tensor:
+    """Return P(Y ≤ value), also outside of the support, where torch's distributions give NaN or anything."""
+    low, high = (
+        torch.as_tensor(getattr(law.support, name, limit)).to(value)
+        for name, limit in (("lower_bound", -math.inf), ("upper_bound", math.inf))
+    )
+    inside = torch.minimum(torch.maximum(value, low), high)
+    return torch.where(value < low, 0.0, torch.where(value > high, 1.0, law.cdf(inside)))
 
 
 __all__ = [

@@ -1,5 +1,6 @@
 """The mixture of the samples' distributions: its members, distribution function, quantiles and draws."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
+from lightning_sgmcmc.predictions.distributions import cdf_of, has_cdf, is_discrete
 from lightning_sgmcmc.seeding import reseed, unchanged_torch_generators
 from lightning_sgmcmc.tensors import sent, widest, widest_dtype
 
@@ -76,20 +77,21 @@ class Mixture:
             y: broadcast to (n, D).
         """
         law = self._with_cdf()
-        return self._averaged(law.cdf(self._z(y, law)))
+        return self._if_known(self._averaged(cdf_of(law, self._z(y, law))))
 
     def quantile(self, q: float) -> Tensor:
-        """Return the smallest y with P(Y ≤ y) ≥ q, shape (n, D), by a bracketed search on the mixture's cdf."""
+        """Return the smallest y with P(Y ≤ y) ≥ q, shape (n, D), by a bracketed search on the mixture's cdf; NaN where
+        a component is."""
         law = self._with_cdf()
         low, high = self._bracket(law, q)
         if is_discrete(law):
-            found = _smallest_integer(lambda z: self._averaged(law.cdf(z)), q, low.floor() - 1, high.ceil())
+            found = _smallest_integer(lambda z: self._averaged(cdf_of(law, z)), q, low.floor() - 1, high.ceil())
         else:
             found = self._root(law, q, low, high)
-        return self.shift + self.factor * found
+        return self.shift + self.factor * self._if_known(found)
 
     def sample(self, num: int, seed: int | torch.Generator = 0) -> Tensor:
-        """Return draws, shape (num, n, D); the D numbers of an example are drawn from one component.
+        """Return draws, shape (num, n, D), the D numbers of an example from one component; NaN where that is NaN.
 
         Args:
             num: draws of each datum.
@@ -104,8 +106,10 @@ class Mixture:
         own = int(torch.randint(2**62, (), generator=generator))
         with unchanged_torch_generators([first.device]):
             reseed(own, first.device)  # torch's distributions take no generator
-            draws = self._made({name: p[chosen, rows] for name, p in self.parameters.items()}).sample()
-        return self.shift + self.factor * draws
+            parameters = {name: p[chosen, rows] for name, p in self.parameters.items()}
+            # Some of torch's distributions refuse NaN, others return it.
+            draws = self._made({name: torch.where(p.isnan(), 1.0, p) for name, p in parameters.items()}).sample()
+        return self.shift + self.factor * draws.masked_fill(_has_nan(parameters, draws.dim()), torch.nan)
 
     def _with_cdf(self) -> Distribution:
         if not has_cdf(self.law):
@@ -120,6 +124,10 @@ class Mixture:
         z = (y.to(dtype) - self.shift) / self.factor
         return z.expand(law.batch_shape[1:])[None]
 
+    def _if_known(self, found: Tensor) -> Tensor:
+        """Return numbers (n, D), NaN where a component has a NaN parameter."""
+        return found.masked_fill(_has_nan(self.parameters, 1 + found.dim()).any(0), torch.nan)
+
     def _averaged(self, each: Tensor) -> Tensor:
         return torch.einsum("s,s...->...", self.weights.to(each), each)
 
@@ -131,7 +139,7 @@ class Mixture:
         std = torch.where(std.isfinite(), std, 1.0).clamp_min(1e-12)
         low, high = mean - 1.001 * std * ((1 - q) / q) ** 0.5, mean + 1.001 * std * (q / (1 - q)) ** 0.5
         for _ in range(MOST):
-            too_high, too_low = self._averaged(law.cdf(low[None])) >= q, self._averaged(law.cdf(high[None])) < q
+            too_high, too_low = self._averaged(cdf_of(law, low[None])) >= q, self._averaged(cdf_of(law, high[None])) < q
             if not bool((too_high | too_low).any()):
                 break
             width = high - low
@@ -142,7 +150,7 @@ class Mixture:
         """Return the root of cdf - q between bounds, by Newton's steps inside them and bisection else."""
         z = (low + high) / 2
         for step in range(MOST):
-            excess = self._averaged(law.cdf(z[None])) - q
+            excess = self._averaged(cdf_of(law, z[None])) - q
             low, high = torch.where(excess < 0, z, low), torch.where(excess < 0, high, z)
             scale = torch.finfo(z.dtype).eps * torch.maximum(low.abs(), high.abs())
             if bool(((excess.abs() <= PRECISION * min(q, 1 - q)) | (high - low <= 4 * scale)).all()):
@@ -151,6 +159,12 @@ class Mixture:
             inside = (newton > low) & (newton < high) & bool(step % 3 != 2)
             z = torch.where(inside, newton, (low + high) / 2)
         return z
+
+
+def _has_nan(parameters: Mapping[str, Tensor], axes: int) -> Tensor:
+    """Return whether each distribution has a NaN parameter, from parameters with so many axes of distributions."""
+    found = [p.isnan().reshape(*p.shape[:axes], -1).any(-1) for p in parameters.values()]
+    return functools.reduce(torch.logical_or, found)
 
 
 def _smallest_integer(cdf: Callable[[Tensor], Tensor], q: float, low: Tensor, high: Tensor) -> Tensor:
@@ -225,16 +239,17 @@ class Members:
         return Members(self.probabilities.to(device), sent(self.weights, torch.device(device)))
 
     def quantile(self, q: float) -> Tensor:
-        """Return the smallest probability that samples of weight q or more do not exceed, shape (n, …, K)."""
+        """Return the smallest probability that samples of weight q or more do not exceed, shape (n, …, K), NaN where a
+        sample has NaN."""
         ordered, order = self.probabilities.sort(0)
         # A cumulative sum of equal weights differs from its exact value by rounding.
         reached = widest(sent(self.weights, order.device))[order].cumsum(0) >= q - 1e-12
         first = reached.long().argmax(0, keepdim=True)
-        return ordered.gather(0, first)[0]
+        return torch.where(ordered[-1].isnan(), torch.nan, ordered.gather(0, first)[0])  # NaN is the last of a sort
 
     def cdf(self, p: Tensor | float) -> Tensor:
-        """Return the weight of the samples whose probability is at most p, shape (n, …, K)."""
-        below = widest(self.probabilities <= p)
+        """Return the weight of the samples whose probability is at most p, shape (n, …, K), NaN where one is NaN."""
+        below = widest(self.probabilities <= p).masked_fill(self.probabilities.isnan(), torch.nan)
         return torch.einsum("s,s...->...", widest(sent(self.weights, below.device)), below).to(self.probabilities.dtype)
 
     def chosen(self, num: int, generator: torch.Generator) -> Tensor:
@@ -246,7 +261,16 @@ class Members:
 
 
 def labels_of(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a label drawn from each row, shape (…, K) to (…), by inversion."""
+    """Return a label drawn from each row, shape (…, K) to (…), by inversion.
+
+    Raises:
+        ValueError: if a probability is NaN, since no label says so.
+    """
+    if unknown := int(probabilities.isnan().any(-1).sum()):
+        raise ValueError(
+            f"sample draws labels, and {unknown} of {probabilities[..., 0].numel()} have NaN probabilities: leave out "
+            "inputs whose prediction is NaN"
+        )
     uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64)
     total = widest(probabilities).cumsum(-1)
     below = total < (uniform.to(probabilities.device) * total[..., -1])[..., None]

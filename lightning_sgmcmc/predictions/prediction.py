@@ -172,7 +172,10 @@ class Prediction:
                 columns |= {f"{name}_{i}": values[:, place].numpy() for place, i in enumerate(own)}
         frame = pandas.DataFrame(columns, index=self._index)
         if isinstance(self, ClassPrediction) and "label" in frame:
-            frame["label"] = [self.classes[i] for i in frame["label"]]
+            known = (~self.probabilities.isnan().any(-1)).tolist()
+            frame["label"] = [
+                self.classes[i] if is_known else None for i, is_known in zip(frame["label"], known, strict=True)
+            ]
         return frame
 
     def _labels(self, count: int) -> tuple[Any, ...]:

@@ -457,14 +457,24 @@ class Columns:
         check_same_rows(x, y)
         return (
             self.inputs.received(x) if self.inputs is not None else x,
-            self.targets.received(y) if self.targets is not None else self._labels(y),
+            self.targets.received(y) if self.targets is not None else self.as_labels(y),
         )
 
-    def _labels(self, y: Any) -> Any:
-        """Return a series as labels (n,): the places of names among those of the fit, or its numbers; else as given."""
+    def as_labels(self, y: Any) -> Any:
+        """Return a series as labels (n,): the places of names among those of the fit, or its numbers; else as given.
+
+        Raises:
+            ValueError: for a name that the fit's data lack, or for an array where classes have numbers as names.
+        """
+        are_numbers = are_named_by_numbers(self.classes)
+        if are_numbers and isinstance(y, np.ndarray | list):
+            raise ValueError(
+                f"y is a {type(y).__name__}, and the classes have the names {some(self.classes)}, so its numbers may "
+                "be names or places: pass a pandas series of names, or a tensor of places, which count from 0"
+            )
         if not is_table(y) or is_frame(y):
             return y
-        if not any(isinstance(name, str) for name in self.classes) or y.dtype.kind in "biuf":
+        if not are_numbers and (y.dtype.kind in "biuf" or not any(isinstance(name, str) for name in self.classes)):
             return as_tensor("y", y.to_numpy())
         places = {name: place for place, name in enumerate(self.classes)}
         labels = list(map(plain, y))
@@ -472,6 +482,11 @@ class Columns:
         if unknown:
             raise ValueError(f"y has the class {unknown[0]!r}, which the fit's data lack: {some(self.classes)}")
         return torch.tensor([places[label] for label in labels])
+
+
+def are_named_by_numbers(classes: Sequence[Any]) -> bool:
+    """Return whether classes have numbers as names, other than their places, as categories of pandas may be."""
+    return tuple(classes) != tuple(range(len(classes))) and not any(isinstance(name, str) for name in classes)
 
 
 def check_broadcasts(name: str, scale: float | Sequence[float] | Tensor, target: Tensor) -> None:

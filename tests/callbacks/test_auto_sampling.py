@@ -259,6 +259,9 @@ def test_each_uncertainty_is_of_its_own_samples(both: Path) -> None:
     torch.testing.assert_close(found.aleatoric.double(), noise, atol=1e-5, rtol=0)
     told = posterior.detect(x[:20], x[20:]).known["mutual_information"]
     torch.testing.assert_close(told, information[:20], atol=1e-5, rtol=0)
+    for first in (posterior.acquire(x, 1, "bald"), posterior.acquire(x, 1)):
+        assert first.indices.tolist() == [int(information.argmax())]
+        assert float(first.scores) == pytest.approx(float(information.max()), abs=1e-5)
 
 
 def test_calibrated_predictions_of_many_inputs(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +300,8 @@ def test_selections_keep_the_samples_for_novelty_and_compression_drops_them(both
     assert few.novelty is None
     assert not torch.allclose(few.predict(x).epistemic, information)
     other = Posterior.load(tmp_path / "saved").in_memory()
+    parts = posterior[:7].merge(posterior[7:])
+    assert torch.equal(parts.predict(x).epistemic, information)
     merged = posterior.merge(other)
     assert merged.novelty is not None
     assert len(merged.novelty) == 2 * 10

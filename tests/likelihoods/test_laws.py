@@ -18,6 +18,7 @@ from lightning_sgmcmc import (
     MixtureOfGaussians,
     NegativeBinomial,
     Poisson,
+    Posterior,
     StudentT,
 )
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -207,6 +208,45 @@ def test_quantiles_are_those_of_the_weighted_mixture(law: Law) -> None:
     torch.testing.assert_close(
         prediction.cdf(middle)[:, 0].float(), torch.tensor(expected_cdf).float(), rtol=1e-4, atol=1e-5
     )
+
+
+TORCHS: dict[str, tuple[type[Any], tuple[str, ...], Callable[..., Any]]] = {
+    "Gamma": (torch.distributions.Gamma, ("concentration", "rate"), lambda a, b: stats.gamma(a, scale=1 / b)),
+    "LogNormal": (torch.distributions.LogNormal, ("loc", "scale"), lambda m, s: stats.lognorm(s, scale=np.exp(m))),
+    "Weibull": (torch.distributions.Weibull, ("scale", "concentration"), lambda a, k: stats.weibull_min(k, scale=a)),
+    "Pareto": (torch.distributions.Pareto, ("scale", "alpha"), lambda m, a: stats.pareto(a, scale=m)),
+    "InverseGamma": (torch.distributions.InverseGamma, ("concentration", "rate"), lambda a, b: stats.invgamma(a, 0, b)),
+    "Chi2": (torch.distributions.Chi2, ("df",), stats.chi2),
+    "Exponential": (torch.distributions.Exponential, ("rate",), lambda r: stats.expon(scale=1 / r)),
+    "Gumbel": (torch.distributions.Gumbel, ("loc", "scale"), stats.gumbel_r),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_laws_have_quantiles_and_a_cdf_at_all_numbers(name: str) -> None:
+    """Their own functions are NaN, or anything, outside of the support, where a search for a quantile begins."""
+    kind, arguments, of_scipy = TORCHS[name]
+
+    class Own(Likelihood):
+        distribution = kind
+
+        def components(self, output: Tensor) -> dict[str, Tensor]:
+            return {each: output[:, i].exp() for i, each in enumerate(arguments)}
+
+    logs = torch.tensor([[0.9, 0.2], [0.4, 0.5]])[:, : len(arguments)]
+    members = [{"weight": torch.zeros(len(arguments), 1), "bias": row} for row in logs]
+    net, weights = torch.nn.Linear(1, len(arguments)), [0.3, 0.7]
+    prediction = Posterior.from_states(net, members, Own(), weights=weights).predict(torch.zeros(1, 1))
+    laws = [of_scipy(*row.exp().tolist()) for row in logs]
+
+    def cdf(y: float) -> float:
+        return sum(weight * float(law.cdf(y)) for weight, law in zip(weights, laws, strict=True))
+
+    for q in (0.001, 0.1, 0.5, 0.99):
+        low, high = (bound(float(law.ppf(q)) for law in laws) for bound in (min, max))
+        assert float(prediction.quantile(q)) == pytest.approx(brentq(lambda y, q=q: cdf(y) - q, low, high), rel=1e-4)
+    for y in (-3.0, 0.0, 0.5, 4.0):
+        assert float(prediction.cdf(y)) == pytest.approx(cdf(y), abs=1e-6)
 
 
 @each_law

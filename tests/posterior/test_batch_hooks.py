@@ -110,6 +110,9 @@ def test_predictions_of_a_loader_and_of_what_the_network_receives() -> None:
     student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
     distilled = posterior.distill(student, images.val_dataloader(), epochs=60, accelerator="cpu")
     assert (distilled.predict(X[30:]).probabilities - expected).abs().mean() < 0.1
+    student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
+    distilled = posterior.distill(student, moved, epochs=60, accelerator="cpu")
+    assert (distilled.predict(X[30:]).probabilities - expected).abs().mean() < 0.1
 
 
 def test_hooks_of_a_module_are_not_for_its_features() -> None:

@@ -258,6 +258,39 @@ def test_names_of_classes_are_in_the_store(tmp_path: Path) -> None:
         TableDataModule(table.assign(kind="odd"), target="kind", like=posterior)
 
 
+@pytest.mark.parametrize("names", [(1, 2, 3), (2, 1, 0), (3, 5, 7), ("low", "mid", "high")])
+def test_classes_may_have_numbers_as_names(names: tuple[Any, ...], tmp_path: Path) -> None:
+    """Stars of reviews, as an ordered category: a series has names, in every order and of part of the classes."""
+    places = (frame()["age"] // 27).clip(0, 2).astype(int).to_numpy()
+    stars = pandas.Series(pandas.Categorical.from_codes(places, list(names), ordered=True), name="stars")
+    table = frame()[["age", "rooms"]].assign(stars=stars.to_numpy())
+    table["stars"] = stars.set_axis(table.index)
+    data = TableDataModule(table, target="stars", batch_size=64)
+    module = BayesianModule(line(2, 3), Categorical(), lr=0.05, seed=0)
+    callbacks: Any = [SamplingSchedule(burn_in_steps=60, every_n_steps=20), SampleCollector(tmp_path / "samples")]
+    quiet_trainer(max_steps=100, callbacks=callbacks).fit(module, datamodule=data)
+    posterior = Posterior.load(tmp_path / "samples")
+    assert posterior.columns.classes == names
+    x, y = table[["age", "rooms"]], table["stars"]
+    predicted = posterior.predict(x).probabilities.argmax(1).numpy()
+    of_plain_type = y.astype(type(names[0]))
+    for part in (np.arange(len(y)), np.flatnonzero(places == 1), np.flatnonzero(places < 2)):
+        expected = float((predicted == places)[part].mean())
+        for labels in (y, of_plain_type):
+            found = posterior.evaluate([(x.iloc[part], labels.iloc[part])])
+            assert found.bma["accuracy"] == pytest.approx(expected)
+            assert found.target is not None
+            assert found.target.tolist() == places[part].tolist()
+            later = TableDataModule(table.assign(stars=labels).iloc[part], target="stars", like=posterior)
+            assert later.y.tolist() == places[part].tolist()
+    sets = posterior.conformal([(x, y)], 0.9).predict(x)
+    assert torch.equal(sets.contains(y), sets.contains(torch.as_tensor(places)))
+    if isinstance(names[0], int):
+        for call in (sets.contains, lambda y: posterior.evaluate([(x, y)])):
+            with pytest.raises(ValueError, match="may be names or places: pass a pandas series"):
+                call(of_plain_type.to_numpy())
+
+
 def test_a_header_may_say_nothing_of_inputs(insurance: tuple[Path, TableDataModule]) -> None:
     """A store may have the targets' scaling alone: columns by place, and arrays as they are."""
     path, _ = insurance

@@ -160,6 +160,22 @@ def test_a_student_of_places_is_that_of_each_place(kind: str) -> None:
         torch.testing.assert_close(one, 6 * other)
 
 
+@pytest.mark.parametrize("kind", ["list", "pairs", "iterator", "float64"])
+def test_batches_are_read_in_every_epoch(kind: str) -> None:
+    """Batches as other methods take them; a trainer reads a list as several loaders, and an iterator once."""
+    torch.manual_seed(0)
+    posterior = Posterior.from_states(nn.Linear(2, 1), [nn.Linear(2, 1) for _ in range(3)], Gaussian(0.5))
+    x = torch.randn(20, 2)
+    batches: dict[str, Any] = {"list": [x[:10], x[10:]], "pairs": [(x, x[:, :1])], "iterator": iter([x[:10], x[10:]])}
+    batches["float64"] = DataLoader(TensorDataset(x.double()), batch_size=10)
+    student = posterior.distill(nn.Linear(2, 3), batches[kind], epochs=200, lr=0.05, accelerator="cpu")
+    torch.testing.assert_close(student.predict(x).mean, posterior.predict(x).mean, atol=0.02, rtol=0)
+    for wrong in (x, TensorDataset(x), (x, x)):
+        for call in (lambda given: posterior.distill(nn.Linear(2, 3), given), posterior.update_batch_norm):
+            with pytest.raises(TypeError, match=f"got a {type(wrong).__name__}: pass a DataLoader"):
+                call(wrong)
+
+
 def test_what_cannot_be_distilled_is_refused() -> None:
     posterior, loader = posterior_of("classes"), DataLoader(data(8), batch_size=4)
     with pytest.raises(ValueError, match="3 classes need 4 outputs"):

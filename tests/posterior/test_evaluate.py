@@ -53,6 +53,15 @@ def test_the_metrics_of_all_data_and_of_groups(posterior: Posterior) -> None:
         posterior.evaluate(x)
 
 
+@pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
+def test_a_missing_label_is_a_group(posterior: Posterior, missing: Any) -> None:
+    group = pd.Series([missing if i % 5 == 0 else "a" for i in range(61)], dtype=object)
+    found = posterior.evaluate([(x, y)], group=group).groups
+    probabilities = posterior.predict(x[::5]).probabilities
+    assert {label: values["count"] for label, values in found.items()} == {str(missing): 13, "a": 48}
+    assert found[str(missing)]["nll"] == pytest.approx(log_loss(y[::5], probabilities, labels=[0, 1]), rel=1e-5)
+
+
 def test_a_loader_that_shuffles_does_not_mix_up_the_data(posterior: Posterior) -> None:
     loader = DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True)
     group = (x[:, 1] > 0).tolist()

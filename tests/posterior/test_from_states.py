@@ -176,6 +176,24 @@ def test_a_fitted_posterior_is_extended_in_its_units_with_its_noise(tmp_path: Pa
         torch.testing.assert_close(longer[count].state["likelihood.log_std"].double().flatten()[0], noise)
 
 
+@pytest.mark.parametrize("dtypes", [["float16"] * 3, ["bfloat16"] * 3, ["float64", "float32", "bfloat16"]])
+def test_states_are_computed_in_the_networks_type(dtypes: list[str], trained: list[nn.Sequential]) -> None:
+    """As after `load_state_dict`: files of 16 bits are rounded, and the network computes in its own type."""
+    states = [
+        {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in net.state_dict().items()}
+        for net, dtype in zip(trained, dtypes, strict=True)
+    ]
+    for net, state in zip(trained, states, strict=True):
+        net.load_state_dict(state)
+    each = torch.stack([net(x).softmax(-1) for net in trained])
+    posterior = Posterior.from_states(make(), states, Categorical())
+    torch.testing.assert_close(posterior.predict(x).probabilities, each.mean(0))
+    torch.testing.assert_close(posterior.ensemble()(x), each.mean(0))
+    double = Posterior.from_states(make().double(), states[:1], Categorical()).extend(states[1:])
+    torch.testing.assert_close(double.predict(x).probabilities, each.mean(0).double(), atol=1e-6, rtol=0)
+    assert double.ensemble()(x.double()).dtype == torch.float64
+
+
 def test_further_networks_extend_a_posterior(trained: list[nn.Sequential], tmp_path: Path) -> None:
     posterior = Posterior.from_states(make(), trained[:2], Categorical())
     longer = posterior.extend([trained[2].state_dict()])

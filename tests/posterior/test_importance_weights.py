@@ -166,10 +166,11 @@ def test_resampled_posteriors_predict_with_equal_weights(tmp_path: Path) -> None
 
 def test_weights_are_applied_once(tmp_path: Path) -> None:
     """Draws of `resample` have their weights already, in memory and in a folder."""
-    module, _ = run(tmp_path)
+    module, data = run(tmp_path)
     assert module.posterior is not None
     drawn = module.posterior.reweighted("final").resample(50)
-    for posterior in (drawn, drawn[:20], drawn.in_memory(), drawn.save(tmp_path / "drawn")):
+    renewed = drawn.update_batch_norm(data.val_dataloader())
+    for posterior in (drawn, drawn[:20], drawn.in_memory(), renewed, drawn.save(tmp_path / "drawn")):
         with pytest.raises(ValueError, match=r"'final'.*resample"):
             posterior.reweighted("final")
         assert posterior.reweighted("sample", 2.0).log_weights.isfinite().all()
@@ -180,6 +181,30 @@ def test_the_exponent_0_counts_samples_of_weight_0_too() -> None:
     posterior = Posterior.from_states(nn.Linear(1, 1), members, Gaussian(), weights=[0, 1, 2, 3])
     assert posterior.reweighted("sample", 0.0).weights.tolist() == pytest.approx([0.25] * 4)
     assert posterior.reweighted("sample", 2.0).weights.tolist() == pytest.approx([0, 1 / 14, 4 / 14, 9 / 14])
+
+
+def test_first_samples_of_weight_0(tmp_path: Path) -> None:
+    """As the weights of early samples may be, which have no average before a later one."""
+    torch.manual_seed(0)
+    members = [nn.Linear(5, 3) for _ in range(4)]
+    whole = Posterior.from_states(nn.Linear(5, 3), members, Categorical(), weights=[0, 0, 1, 3]).save(tmp_path / "s")
+    data, module = Data(), BayesianModule(nn.Linear(5, 3), Categorical())
+    data.setup("test")
+    x, y = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    each = torch.stack([member(x).detach().softmax(-1) for member in members[2:]])
+    nll = -float((each[0] / 4 + 3 * each[1] / 4)[torch.arange(len(y)), y].log().mean())
+    found = whole.evaluate([(x, y)], group=["all"] * len(y))
+    assert found.bma["nll"] == pytest.approx(nll, rel=1e-5)
+    assert found.groups["all"]["nll"] == pytest.approx(nll, rel=1e-5)
+    assert [math.isnan(running["nll"]) for running in found.running] == [True, True, False, False]
+    average = BayesianModelAverage(ood={"far": data.test_dataloader()}, scores=True)
+    trainer = quiet_trainer(callbacks=[SampleCollector(tmp_path / "s"), average])
+    (metrics,) = trainer.test(module, datamodule=data, verbose=False)
+    assert metrics["test/bma_nll"] == pytest.approx(nll, rel=1e-5)
+    assert metrics["test/bma_ood_far_auroc"] == pytest.approx(0.5)
+    for call in (whole[:2].evaluate, whole[:2].calibrate):
+        with pytest.raises(ValueError, match="all samples have weight 0"):
+            call([(x, y)])
 
 
 def test_runs_without_a_contour_have_no_final_weights(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import TableDataModule
+from lightning_sgmcmc.tables import TargetScaling
 from tests.support.trainers import quiet_trainer
 
 MATRICES = [torch.tensor([[0.9, s], [-s, 0.9]]) for s in (0.0, 0.1, 0.3)]
@@ -75,6 +76,17 @@ def test_states_are_in_the_datas_units(tmp_path: Path) -> None:
     truth = torch.tensor([[60.0, 50.0, 45.0], [30.0, 35.0, 37.5]])
     errors = paths.mean(0)[..., 0].T - torch.cat([truth[:, 1:], (20 + 0.5 * truth[:, 2:])], 1)
     assert float(errors.abs().max()) < 2, "twenty plus a half, three times"
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 2)])
+def test_channels_have_units_of_their_own(shape: tuple[int, ...]) -> None:
+    """Whatever the width of the field is."""
+    net = nn.Conv2d(2, 2, 1)
+    posterior = Posterior.from_states(net, [nn.Conv2d(2, 2, 1) for _ in range(2)], Gaussian())
+    posterior.store.scaling = TargetScaling((15.0, 500.0), (8.0, 50.0), (), (2, 1, 1))
+    x = torch.randn(5, *shape)
+    paths = posterior.rollout(x, 1)
+    torch.testing.assert_close(paths[:, 0], posterior.predict(x, return_samples=True).sample_means)
 
 
 def test_what_cannot_be_fed_back_is_refused() -> None:

@@ -98,6 +98,13 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     one, same = (Posterior.load(tmp_path / "a", classifier()) for _ in range(2))
     with pytest.raises(ValueError, match="given twice"):
         one.merge(same)
+    for whole in (one, posterior):
+        for part in (whole.thin(count=2), whole[1:], whole.resample(9), whole[:1].merge(whole[2:])):
+            with pytest.raises(ValueError, match="given twice"):
+                whole.merge(part)
+        torch.testing.assert_close(whole[:2].merge(whole[2:], masses=(1, 1)).weights.sum(), torch.tensor(1.0).double())
+    with pytest.raises(ValueError, match=r"float64 and the first in torch.float32.*merge runs of one precision"):
+        posterior.merge(in_memory(classifier().double()))
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

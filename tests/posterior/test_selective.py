@@ -1,5 +1,6 @@
 """Abstention: the stated risk holds over calibration sets, units do not matter, and what cannot be shown is refused."""
 
+import copy
 import math
 
 import pytest
@@ -93,6 +94,26 @@ def test_numbers_are_right_within_a_tolerance_in_the_datas_units() -> None:
     assert scaled.bound == plain.bound
     y[:1000] = torch.nan
     assert posterior.selective([(x, y)], 0.5, tolerance=10.0).count == 2000
+
+
+@pytest.mark.parametrize(("net", "shape"), [(nn.Conv2d(2, 1, 1), (2, 4, 4)), (nn.Linear(5, 2), (2, 5))])
+def test_a_field_or_sequence_is_one_datum(net: nn.Module, shape: tuple[int, ...]) -> None:
+    """It is right if all of its numbers are, and as sure as the least sure of them."""
+    torch.manual_seed(0)
+    posterior = Posterior.from_states(net, [copy.deepcopy(net) for _ in range(2)], Gaussian(0.5))
+    x = torch.randn(400, *shape)
+    mean = posterior.predict(x).mean
+    y = mean + 0.5 * torch.randn(mean.shape)
+    y[:100].reshape(100, -1)[:, 3] = torch.nan
+    found = posterior.selective([(x[:70], y[:70]), (x[70:], y[70:])], 0.9, tolerance=1.2)
+    wrong = ((y - mean).abs() > 1.2).flatten(1).any(1)[100:]
+    assert (found.count, found.coverage) == (300, 1.0)
+    assert found.bound == error_bound(int(wrong.sum()), 300, 1 - 0.05 / 20)
+    assert found.accepts(posterior.predict(x)).shape == (400,)
+    with pytest.raises(ValueError, match="tolerance has 2 numbers"):
+        posterior.selective([(x, y)], 0.9, tolerance=[1.0, 2.0])
+    with pytest.raises(TypeError, match=r"numbers \(n, D\)"):
+        posterior.acquire(x, 2)
 
 
 def test_what_cannot_be_shown_or_has_no_meaning_is_refused() -> None:
