@@ -245,10 +245,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 )
         is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
         if is_first and not self._validates and not is_trial(trainer) and self.objective != "ood":
-            stays = f"the prior's standard deviation stays {self._start_std:g} and "
+            scale = "" if self.prior_scales else f"the prior's standard deviation stays {self._start_std:g} and "
             rank_zero_warn(
-                f"AutoSampling has no validation data, so {stays if self.prior_scales is None else ''}the samples count "
-                "alike: pass validation data, unless there are fewer than about 100 data, which are worth more in training"
+                f"AutoSampling has no validation data, so {scale}the samples count alike: pass validation data, unless "
+                "there are fewer than about 100 data, which are worth more in training"
             )
 
     def plan_note(self) -> str | None:
@@ -339,9 +339,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if not isinstance(module.prior, HierarchicalPrior):
             return
         if self.prior_scales is not None:
-            given = {int(step): std for step, std in self.prior_scales[chain]}
-            if sample.step in given:
-                self._choose(module, sample, given[sample.step])
+            past = [std for step, std in self.prior_scales[chain] if 0 < step <= sample.step]
+            for std in past[len(self.chosen[chain]) - 1 :]:  # a run of another length has other draws
+                self._choose(module, sample, std)
         elif self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch:
             self._choose(module, sample, self._suiting(HOT_STD, True))
 

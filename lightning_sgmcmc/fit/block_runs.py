@@ -121,7 +121,9 @@ def _causes_of_no_blocks(trainer: Any, module: ChainModel) -> Iterator[str]:
             yield "a GradientAccumulationScheduler accumulates batches: remove it, and use larger batches"
     for callback in callbacks_of(trainer):
         if (hook := _hook_of_each_step(callback)) is not None:
-            yield f"{type(callback).__name__} has its own {hook}, {REMEDIES.get(hook, OTHERWISE)}"
+            is_users = not definer(callback, hook).__module__.startswith(LIGHTNING)
+            remedy = REMEDIES[hook] if is_users else "which is called at every step: leave it out of long runs"
+            yield f"{type(callback).__name__} has its own {hook}, {remedy}"
     for method in OF_THE_MODULE:
         if module.replaces(method):
             yield f"{name} has its own {method}, {REMEDIES.get(method, OTHERWISE)}"

@@ -1,13 +1,15 @@
-"""AutoSampling with few data: its prior for few data, the prior of many, a wide one, and an ensemble.
+"""AutoSampling with few data: with and without validation data, other priors, and an ensemble.
 
-    python -m tests.benchmarks.few_data [--seeds 3] [--json FILE]
+    python -m tests.benchmarks.few_data [--seeds 3] [--root DIR] [--json FILE]
 
 Digits 64-50-10, 1,000 steps in batches of 32, of which the ensemble's four networks have a quarter each. `AutoSampling`
-takes a fifth of the data, at least four, for validation; the ensemble trains on all.
+takes a fifth of the data, at least four, for validation, or none; the ensemble trains on all. `--root` has sets of
+recipe `equal_cost` in the place of digits, with a hidden layer of 50 too.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,29 +22,52 @@ from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import AutoSampling, DeepEnsemble, SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
 from lightning_sgmcmc.namespace import pl
+from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+from lightning_sgmcmc.recipes.equal_cost.settings import Settings
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.seeding import derive_seed
 from tests.benchmarks.timing import measure_quietly
 from tests.support.trainers import quiet_trainer
 
-COUNTS, STEPS, BATCH, TEST = (20, 50, 100, 200, 400), 1000, 32, 600
+COUNTS: dict[str, Sequence[int]] = {
+    "mnist": (100, 400, 2000),
+    "german": (50, 200, 600),
+    "pima": (50, 200, 460),
+    "covertype": (100, 400, 2000),
+}
+OF_DIGITS, STEPS, BATCH = (20, 50, 100, 200, 400), 1000, 32
 AUTO: dict[str, dict[str, Any]] = {
     "AutoSampling": {},
+    "no validation data": {},
     "prior std 0.3": {"prior_std": 0.3},
     "prior std 1": {"prior_std": 1.0},
     "AutoSampling, ood": {"objective": "ood"},
     "ood, prior std 0.2": {"objective": "ood", "prior_std": 0.2},
 }
-ENSEMBLE = "ensemble of 4"
+ENSEMBLE, ON_ALL = "ensemble of 4", ("ensemble of 4", "no validation data")
+
+
+def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all inputs (n, d) and labels of a set, of digits without a name."""
+    if name is None:
+        data: Any = DigitsDataModule()
+    else:
+        settings = read_settings(Settings, Options(Path("."), root, full=True))
+        data = Problem(name, settings.sets[name], root, seed=0)
+    data.setup("fit")
+    x, y = (torch.cat([getattr(part, name) for part in data.splits]) for name in ("inputs", "targets"))
+    return x.float().flatten(1), y
 
 
 def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """Return the error in percent and the NLL on test data."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held_out = max(count // 5, 4)
-    split = count if method == ENSEMBLE else count - held_out
-    train, val, test = order[:split], order[count - held_out : count], order[-TEST:]
+    split = count if method in ON_ALL else count - held_out
+    train, val, test = order[:split], order[count - held_out : count], order[-min(len(x) // 3, 2000) :]
     torch.manual_seed(derive_seed(seed, "network"))
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
+    net = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, int(y.max()) + 1))
     if method == ENSEMBLE:
         module = BayesianModule(net, Categorical(), 1.0, lr=0.1, num_chains=4, seed=seed)
         schedule: pl.Callback = DeepEnsemble()
@@ -52,7 +77,7 @@ def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor) ->
     steps = STEPS // module.num_chains
     trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, SampleCollector(in_memory=True)])
     batches = DataLoader(TensorDataset(x[train], y[train]), min(BATCH, split), shuffle=True)
-    trainer.fit(module, batches, DataLoader(TensorDataset(x[val], y[val]), held_out))
+    trainer.fit(module, batches, None if method in ON_ALL else DataLoader(TensorDataset(x[val], y[val]), held_out))
     assert module.posterior is not None
     found = module.posterior.evaluate([(x[test], y[test])]).bma
     return 100 * (1 - found["accuracy"]), found["nll"]
@@ -62,22 +87,25 @@ def main() -> None:
     """Print the table, and write it with the command and the date."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--root", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measure_quietly()
-    data = DigitsDataModule()
-    data.setup("fit")
-    x, y = (torch.cat([getattr(part, name) for part in data.splits]) for name in ("inputs", "targets"))
-    header, rows = ["labels", *AUTO, ENSEMBLE], []
-    for count in COUNTS:
-        cells = []
-        for method in header[1:]:
-            errors, nll = zip(*(run(method, count, seed, x, y) for seed in range(options.seeds)), strict=True)
-            cells.append(f"{sum(errors) / len(errors):.1f} %, {sum(nll) / len(nll):.2f}")
-        rows.append([str(count), *cells])
-        print(rows[-1], flush=True)
+    sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if options.root is None else {**COUNTS}
+    methods = [*AUTO, ENSEMBLE] if options.root is None else ["AutoSampling", *reversed(ON_ALL)]
+    header, rows = ["labels" if options.root is None else "data, labels", *methods], []
+    for name, counts in sets.items():
+        x, y = data_of(name, options.root)
+        for count in counts:
+            cells = []
+            for method in methods:
+                errors, nll = zip(*(run(method, count, seed, x, y) for seed in range(options.seeds)), strict=True)
+                cells.append(f"{sum(errors) / len(errors):.1f} %, {sum(nll) / len(nll):.2f}")
+            rows.append([f"{count}" if name is None else f"{name}, {count}", *cells])
+            print(rows[-1], flush=True)
     if options.json is not None:
         command = f"python -m tests.benchmarks.few_data --seeds {options.seeds}"
+        command += "" if options.root is None else " --root DIR"
         content = {"command": command, "date": date.today().isoformat(), "header": header, "rows": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 

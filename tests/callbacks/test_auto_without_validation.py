@@ -30,10 +30,10 @@ def module(likelihood: Any = None, **options: Any) -> BayesianModule:
     return BayesianModule(net, likelihood or Categorical(), seed=3, **options)
 
 
-def fit(auto: AutoSampling, validates: bool = False, **options: Any) -> tuple[BayesianModule, str]:
+def fit(auto: AutoSampling, validates: bool = False, epochs: int = 40, **options: Any) -> tuple[BayesianModule, str]:
     """Return the module after a fit with an odd last batch, and what the fit warned of."""
     made, targets = module(**options), NUMBERS if "likelihood" in options else LABELS
-    trainer = quiet_trainer(max_epochs=40, callbacks=[auto, SampleCollector(in_memory=True)])
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=[auto, SampleCollector(in_memory=True)])
     batches = DataLoader(TensorDataset(X, targets), 16, shuffle=True, generator=torch.Generator().manual_seed(5))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,6 +66,10 @@ def test_scales_of_an_earlier_run_hold_where_all_data_train() -> None:
     assert again.as_configuration()["init_args"]["prior_scales"] == scales
     assert "samples count alike" in said
     assert "standard deviation stays" not in said
+    longer = AutoSampling(num_draws=20, prior_scales=scales)
+    fit(longer, epochs=50)
+    assert [std for _, std in longer.chosen[0]] == [std for _, std in scales[0]]
+    assert all(step <= own < step + 10 for (own, _), (step, _) in zip(longer.chosen[0], scales[0], strict=True))
 
 
 def test_a_part_for_novelty_has_its_own_scale() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.callbacks import DeviceStatsMonitor, GradientAccumulationScheduler
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.profilers import SimpleProfiler
 from torch import Tensor, nn
@@ -92,6 +92,10 @@ CAUSES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
         ["GradientAccumulationScheduler", "larger batches"],
     ),
     "a callback": (lambda: callbacks(EveryStep()), ["EveryStep has its own on_train_batch_end", "on_posterior_sample"]),
+    "Lightning's callback": (
+        lambda: callbacks(DeviceStatsMonitor(cpu_stats=False), logger=CSVLogger(".")),
+        ["DeviceStatsMonitor has its own on_train_batch_start", "leave it out of long runs"],
+    ),
     "a hook of the module": (lambda: {"module": module(kind=Logs)}, ["Logs has its own on_train_batch_end"]),
     "a loss": (lambda: {"module": module(kind=OwnLoss)}, ["OwnLoss has its own training_step", "log_likelihood"]),
     "moved batches": (lambda: {"data": Moved(DATA, batch_size=20)}, ["Moved has its own on_after_batch_transfer"]),
