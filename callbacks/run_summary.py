@@ -22,7 +22,7 @@ from lightning_sgmcmc.chains.schedule import is_optimization
 from lightning_sgmcmc.chains.trainer import baseline_of, is_trial, run_folder
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.evaluation.sentences import Claim, advice_on, five_sentences
+from lightning_sgmcmc.evaluation.sentences import Claim, advice_on, five_sentences, sampled_sentence
 from lightning_sgmcmc.files import free_name, free_space, is_regular, replacing, warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import (
     METHODS,
@@ -51,6 +51,7 @@ from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 
 IN_SHORT = ("guessing", "single", "first_cycle", "bma")
 """Columns of the printed table."""
+NOT_MEASURED = "Predictions were not measured in the fit: posterior.evaluate(data) or trainer.test measures them."
 
 
 class RunSummary(SamplerCallback):
@@ -59,8 +60,9 @@ class RunSummary(SamplerCallback):
     The sentences: how good is the model average, with an interval; is it better than its mean single sample and than
     the first cycle, by a paired bootstrap over the data; is it calibrated; did the run sample the posterior; what next,
     by `ChainHealth`'s findings and these data. The table compares the model average with guessing, with the mean single
-    sample and with the average of the first cycle. Both need a `BayesianModelAverage`. It calls the samples of a
-    baseline its networks, and those at temperature 0 states of an optimization.
+    sample and with the average of the first cycle. Both need a `BayesianModelAverage`. Without validation data the
+    fourth sentence is printed alone. It calls the samples of a baseline its networks, and those at temperature 0 states
+    of an optimization.
 
     The files are `results.json`, `table.md` and `summary.txt`, which adds the plan, the findings and the best single
     sample, chosen on the same data. Those of another stage in the folder are kept: a test renames those of the fit to
@@ -110,7 +112,12 @@ class RunSummary(SamplerCallback):
     def _finish(self, trainer: pl.Trainer, module: ChainModel, stage: str) -> None:
         folder = run_folder(trainer)
         evaluation: Evaluation | None = module.evaluations.get(stage)
-        if not trainer.is_global_zero or evaluation is None or not evaluation.members:
+        if not trainer.is_global_zero:
+            return
+        if evaluation is None or not evaluation.members:
+            if stage == "val" and self.show != "none" and not is_trial(trainer) and len(module.posterior or ()):
+                for sentence in (sampled_sentence(*_claim(trainer, module)), NOT_MEASURED):
+                    plain_console().print(sentence, highlight=False)
             return
         health, claim = _claim(trainer, module)
         what = _called(trainer, module, claim)

@@ -46,7 +46,7 @@ def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | Non
         "quality": _quality(evaluation, density, terms, data),
         "gain": _gain(evaluation, density),
         "calibration": NO_CALIBRATION if calibration is None else calibration.sentence,
-        "sampled": _sampled(health, claim),
+        "sampled": sampled_sentence(health, claim),
         "next": f"Next: {advice_on(evaluation, health, claim).next}.",
     }
 
@@ -124,7 +124,8 @@ def _signed(value: float) -> str:
 # -- what was sampled, what next --------------------------------------------------------------------------------------
 
 
-def _sampled(health: HealthReport | None, claim: Claim) -> str:
+def sampled_sentence(health: HealthReport | None, claim: Claim) -> str:
+    """Return whether the run sampled the posterior, and what else its samples are."""
     kind = claim.kind
     because = f": {claim.reason}" if claim.reason else ""
     problem = next((f for f in health.findings if f.severity == "problem"), None) if health is not None else None

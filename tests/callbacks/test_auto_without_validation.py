@@ -101,6 +101,9 @@ def test_the_usual_five_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     trainer.fit(module(), DataLoader(TensorDataset(X, LABELS), 16, shuffle=True))
     assert len(Posterior.load("samples")) == 80
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Sampled the posterior? No, this is a cold ensemble" in said
+    assert "posterior.evaluate(data)" in said
     (choices,) = tmp_path.rglob("auto.yaml")
     assert yaml.safe_load(choices.read_text())["init_args"]["prior_scales"] == [[[0, 0.853]]]
 
