@@ -197,6 +197,7 @@ def check_blocks(form: str, options: Callable[[], dict[str, Any]], monkeypatch: 
     with_blocks.check_like(without)
 
 
+@pytest.mark.by_default("-traced", "two chains-apart", "own batches-apart", "preconditioned-apart")
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_that_without_blocks(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +315,7 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
 
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("case", CALLBACKS)
-@pytest.mark.by_default("cycles-", "warm start", "replica exchange", "a contour-", "interacting", "after a warm-up")
+@pytest.mark.by_default("-traced", "warm start-apart", "replica exchange-apart", "interacting contours-apart")
 def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs = 40 if "contour" in case else 12
     runs = [Run(each, monkeypatch, *CALLBACKS[case](), chains=2, epochs=epochs) for each in (form, None)]

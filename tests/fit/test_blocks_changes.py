@@ -88,6 +88,7 @@ def counting_hook(counts: list[int], kind: str) -> Callable[[Any, Any], Any]:
     return adds[kind]
 
 
+@pytest.mark.by_default("forward-0", "sampler-15", "parameter-0", "callback-15")
 @pytest.mark.parametrize("epoch", [0, 15])
 @pytest.mark.parametrize("kind", ["forward", "sampler", "parameter", "callback"])
 def test_a_hook_that_comes_within_a_fit_is_called(kind: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +171,7 @@ CONTROLLED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.by_default("cycles]", "after a warm start", "a step size and", "another sampler")
 @pytest.mark.parametrize("case", CONTROLLED)
 def test_momenta_are_compared_with_the_controls_of_all_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two observations the momenta's variance follows the controls, and a stage ends with its last step."""

@@ -46,6 +46,7 @@ def images() -> Any:
     return TensorDataset(torch.randn(60, 1, 6, 6, generator=torch.Generator().manual_seed(1)), labels)
 
 
+@pytest.mark.by_default("-traced", "convolutions-apart")
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_run_is_that_without_blocks(layers: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

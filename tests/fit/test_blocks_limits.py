@@ -63,6 +63,7 @@ class Elsewhere(BayesianModule):
         FACTOR[0] = 1.0 + 0.1 * self.trainer.current_epoch
 
 
+@pytest.mark.by_default("compiled-2", "Calls-traced-2", "Noisy-traced-1", "Annealed-traced-2", "Elsewhere-traced-1")
 @pytest.mark.parametrize(
     ("form", "chains"), [("traced", 2), ("traced", 1), pytest.param("compiled", 2, marks=needs_compiler)]
 )
@@ -221,6 +222,7 @@ def test_a_sampler_whose_state_is_loaded_within_a_fit(form: str, monkeypatch: py
 # -- clipped gradients -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("2-1-traced", "1-1-apart", "2-2-traced")
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize(
     ("algorithm", "limit", "chains", "each"), [("norm", 0.3, 2, 1), ("norm", 0.3, 1, 1), ("value", 0.05, 2, 2)]

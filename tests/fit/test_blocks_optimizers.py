@@ -24,6 +24,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted(ListedSteps, monkeypatch)
 
 
+@pytest.mark.by_default("AdamW-1", "optimizer1-3", "SGD-1")
 @pytest.mark.parametrize("chains", [1, 3])
 @pytest.mark.parametrize("optimizer", [AdamW, partial(AdamW, fused=True), torch.optim.SGD])
 def test_an_ensemble(optimizer: Any, chains: int, monkeypatch: pytest.MonkeyPatch, listed: list[int]) -> None:

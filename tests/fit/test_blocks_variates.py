@@ -66,6 +66,9 @@ def both(form: str, monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str
     return runs
 
 
+@pytest.mark.by_default(
+    "every epoch-1", "later-2", "loader-2", "SGLD-1", "energies too-2", "energies alone-1", "sizes-2", "warm start-1"
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("case", CASES)

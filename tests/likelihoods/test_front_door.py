@@ -78,7 +78,7 @@ def of_int64(kind: str) -> tuple[Tensor, dict[str, float]]:
     return module.net.weight.detach().clone(), found
 
 
-@pytest.mark.by_default("uint8", "uint16", "bool", "Categorical-int")
+@pytest.mark.by_default("uint8", "Categorical-uint16", "Poisson-uint16", "Categorical-int16", "Bernoulli-bool")
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_of_every_integer_dtype(kind: str, dtype: str) -> None:

@@ -128,7 +128,10 @@ def test_missing_targets_run_for_all_chains_at_once(name: str) -> None:
     torch.testing.assert_close(together, alone)
 
 
-@pytest.mark.by_default("-2]", "Gaussian-1]", "tokens-1]", "own-1]")
+@pytest.mark.by_default(
+    *("Gaussian-1]", "(n,)-2]", "of two-2]", "scedastic-2]", "mixture-2]", "Poisson-2]", "own distribution-2]"),
+    *("categorical-2]", "-100-2]", "Bernoulli, -1-2]", "ordinal-2]", "labels-2]", "tokens-1]", "pixels-2]", "own-2]"),
+)
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_evaluations_are_those_of_the_observed_data(name: str, chains: int) -> None:
