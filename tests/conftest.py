@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,12 @@ os.fsync = lambda fd: None  # a flush guards against a failing machine only; `te
 
 LEFT_BY_LIGHTNING = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 """What an earlier trainer leaves in the environment: with a LOCAL_RANK, the next one starts no ranks and waits."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """Take one process more than there are cores: an eighth of the time tests wait for processes of their own."""
+    return (yield) + 1
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
