@@ -303,6 +303,16 @@ def check_replicas(chains: Chains, step: int) -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
+def check_trainable(chains: Chains) -> None:
+    """Raise RuntimeError if a sampled parameter is frozen, which steps of several chains and in blocks do not see."""
+    frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
+    if frozen is not None:
+        raise RuntimeError(
+            f"'{frozen}' was frozen during the run, so this state is not a posterior sample: freeze parameters "
+            "before the fit"
+        )
+
+
 def draw_samples(
     chains: Chains, sampler: Sampler, check: Callable[[PosteriorSample], None], all_tensors: bool = True
 ) -> Iterator[Drawing]:
@@ -312,12 +322,7 @@ def draw_samples(
     The states are copied and their numbers read together, so the host waits for the device once. The claim "expand
     samples" turns each state into `tags.draws` samples. All processes iterate over the drawings together.
     """
-    frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
-    if frozen is not None:
-        raise RuntimeError(
-            f"'{frozen}' was frozen during the run, so this state is not a posterior sample: freeze parameters "
-            "before the fit"
-        )
+    check_trainable(chains)
     for name, parameter in named_trainable(chains.model).items():
         if name not in chains.trainable:
             raise RuntimeError(

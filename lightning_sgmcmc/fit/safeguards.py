@@ -13,7 +13,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.callback import RunCallback
 from lightning_sgmcmc.chains.chains import chain_model, chains_of, sampler_of
 from lightning_sgmcmc.chains.execution import begin_fit, end_fit
-from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
+from lightning_sgmcmc.chains.samples import check_replicas, check_trainable, draw_samples
 from lightning_sgmcmc.chains.schedule import epoch_length
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
@@ -324,6 +324,7 @@ class Safeguards(RunCallback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
+        check_trainable(chains_of(pl_module))
         weights = chains_of(pl_module).weights
         if weights is not None:
             weights.end_epoch()

@@ -192,3 +192,21 @@ def test_momenta_are_compared_with_the_controls_of_all_steps(case: str, monkeypa
     assert health.observations == other.observations > 3
     for name, found in health.tensors.items():
         assert found.kinetic == pytest.approx(other.tensors[name].kinetic, rel=1e-2), name
+
+
+class Thaws(pl.Callback):
+    """Freezes a parameter in some epochs of burn-in."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.net[0].bias.requires_grad_(not 12 <= trainer.current_epoch < 14)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("form", ["traced", None])
+def test_a_parameter_that_is_frozen_for_some_epochs_is_named(
+    form: str | None, chains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and several chains would move it."""
+    schedule = SamplingSchedule(burn_in_epochs=16, every_n_steps=5)
+    with pytest.raises(RuntimeError, match=r"'net\.0\.bias' was frozen during the run"):
+        Run(form, monkeypatch, schedule, Thaws(), chains=chains, epochs=20)
