@@ -87,6 +87,8 @@ class RunSummary(SamplerCallback):
         check_choice("show", show, ("all", "summary", "none"))
         self.name = name
         self.show = show
+        self._sentences: list[str] = []
+        """Those of the last fit or test; `_ended` has the rest, which there is with an evaluation."""
         self._ended: _Ended | None = None
         self._seconds = 0.0
         self._start: float | None = None
@@ -115,9 +117,10 @@ class RunSummary(SamplerCallback):
         if not trainer.is_global_zero:
             return
         if evaluation is None or not evaluation.members:
-            if stage == "val" and self.show != "none" and not is_trial(trainer) and len(module.posterior or ()):
-                for sentence in (sampled_sentence(*_claim(trainer, module)), NOT_MEASURED):
-                    plain_console().print(sentence, highlight=False)
+            if stage == "val" and not is_trial(trainer) and module.posterior:
+                self._ended, self._sentences = None, [sampled_sentence(*_claim(trainer, module)), NOT_MEASURED]
+                if self.show != "none":
+                    self.print_last()
             return
         health, claim = _claim(trainer, module)
         what = _called(trainer, module, claim)
@@ -144,22 +147,21 @@ class RunSummary(SamplerCallback):
                 write_results(folder, results, _markdown(rows))
                 self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
         title = _title(evaluation, what, stage) + (" (fast_dev_run: hardly trained)" if is_trial(trainer) else "")
-        self._ended = _Ended(evaluation, list(sentences.values()), title, folder, module.plan, health)
+        self._sentences = list(sentences.values())
+        self._ended = _Ended(evaluation, title, folder, module.plan, health)
         if not is_trial(trainer):
             with warning_of_failed_writes():
-                write_output(folder / SUMMARY, self._ended.text().encode())
+                write_output(folder / SUMMARY, self._ended.text(self._sentences).encode())
         if self.show == "all":
-            print(self._ended.text(), end="")
+            print(self._ended.text(self._sentences), end="")
         elif self.show == "summary":
             self.print_last()
 
     def print_last(self, table: bool = True) -> None:
         """Print the sentences, and the table, of the last fit or test; nothing before one ended."""
-        if self._ended is None:
-            return
-        for sentence in self._ended.sentences:
+        for sentence in self._sentences:
             plain_console().print(sentence, highlight=False)
-        if table:
+        if table and self._ended is not None:
             plain_console().print(self._ended.table(IN_SHORT))
             if (where := self._ended.folder / SUMMARY).exists():
                 plain_console().print(f"The rest is in {shown_path(where)}", highlight=False)
@@ -258,10 +260,9 @@ def _title(evaluation: Evaluation, what: str, stage: str) -> str:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What the end of a fit or test has to print."""
+    """What the end of a fit or test has to print beside its sentences."""
 
     evaluation: Evaluation
-    sentences: list[str]
     title: str
     folder: Path
     plan: RunPlan | None
@@ -280,9 +281,9 @@ class _Ended:
             table.add_row(metric, *(f"{values[metric]:.4f}" if metric in values else "" for values in columns.values()))
         return table
 
-    def text(self) -> str:
+    def text(self, sentences: Sequence[str]) -> str:
         """Return the content of `summary.txt`."""
-        lines = [*self.sentences, ""]
+        lines = [*sentences, ""]
         if self.health is not None and self.health.findings:
             lines += ["Findings, the most urgent first:", *(f"* {one.text}." for one in self.health.findings), ""]
         if self.plan is not None:

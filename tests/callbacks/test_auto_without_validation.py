@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector, recommended
+from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.estimators import BayesianClassifier, BayesianRegressor
 from tests.support.comparisons import assert_same
 from tests.support.trainers import quiet_trainer
@@ -106,6 +108,28 @@ def test_the_usual_five_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "posterior.evaluate(data)" in said
     (choices,) = tmp_path.rglob("auto.yaml")
     assert yaml.safe_load(choices.read_text())["init_args"]["prior_scales"] == [[[0, 0.853]]]
+
+
+CONFIGURATION = """\
+model:
+  class_path: lightning_sgmcmc.BayesianModule
+  init_args:
+    net: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 2}}
+    likelihood: lightning_sgmcmc.Categorical
+data:
+  class_path: lightning_sgmcmc.datamodules.TableDataModule
+  init_args: {x: table.csv, target: label, task: classes, val_fraction: 0, test_fraction: 0}
+trainer: {accelerator: cpu, max_epochs: 100, enable_progress_bar: false, enable_model_summary: false}
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--verbose"]])
+def test_the_command_says_what_was_sampled(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    frame = pd.DataFrame(X.numpy(), columns=list("abcd"))
+    frame.assign(label=LABELS.numpy()).to_csv("table.csv", index=False)
+    Path("run.yaml").write_text(CONFIGURATION)
+    main(["fit", "--config", "run.yaml", "--auto", *options])
+    assert capsys.readouterr().out.count("Sampled the posterior? No, this is a cold ensemble") == 1
 
 
 @pytest.mark.parametrize(("kind", "targets"), [(BayesianClassifier, LABELS), (BayesianRegressor, NUMBERS[:, 0])])
