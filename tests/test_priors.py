@@ -420,7 +420,7 @@ class OfPhysics(BayesianModule):
         return -5 * (slope - 1).square().sum()
 
 
-@pytest.mark.by_default("auto")
+@pytest.mark.by_default("OfPhysics-auto", "OfThoseTrained-auto")
 @pytest.mark.parametrize("execution", ["auto", "vmap"])
 @pytest.mark.parametrize("kind", [OfTheModule, OfThoseTrained, OfPhysics])
 def test_log_prior_of_a_module_is_in_the_posterior_of_all_chains(kind: Any, execution: Any) -> None:

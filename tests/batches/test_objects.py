@@ -78,6 +78,7 @@ def loaders(cut: int = 20) -> tuple[Any, Any]:
     )
 
 
+@pytest.mark.by_default("ByName")
 @pytest.mark.parametrize("network", [Whole, ByName])
 def test_from_fit_to_decisions(network: Any, tmp_path: Path) -> None:
     """85 sets in batches of 20: the last batch is odd."""

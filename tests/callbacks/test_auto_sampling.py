@@ -141,7 +141,7 @@ def test_choices_are_in_the_run_s_folder_not_beside_the_samples(tmp_path: Path, 
     said: list[str] = []
     monkeypatch.setattr("lightning_sgmcmc.callbacks.auto_sampling.rank_zero_info", said.append)
     for name in ("first", "second"):
-        trainer = quiet_trainer(max_epochs=150, logger=CSVLogger("logs", name), callbacks=recommended(name))
+        trainer = quiet_trainer(max_epochs=60, logger=CSVLogger("logs", name), callbacks=recommended(name))
         module = classifier()
         trainer.fit(module, *loaders(0.0))
         written = Path("logs", name, "version_0", "auto.yaml")
@@ -156,7 +156,11 @@ def test_choices_are_in_the_run_s_folder_not_beside_the_samples(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("epochs", "advice"), [(25, "train longer, since the newest 10 of"), (400, "predict with these")]
+    ("epochs", "advice"),
+    [
+        (25, "train longer, since the newest 10 of"),
+        pytest.param(400, "predict with these", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_ends_while_its_network_learns_is_told_to_be_longer(
     epochs: int, advice: str, tmp_path: Path, monkeypatch: Any
@@ -376,6 +380,7 @@ def test_the_stages_of_a_run() -> None:
     assert factors[-1] == pytest.approx(0.1, abs=1e-3)
 
 
+@pytest.mark.by_default("nll-1", "both-2")
 @pytest.mark.parametrize(
     ("objective", "classes", "share"), [("nll", 2, 0.3), ("nll", 1, 0.1), ("ood", 2, 0.1), ("both", 2, 0.1)]
 )

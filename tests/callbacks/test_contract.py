@@ -222,6 +222,22 @@ def test_a_run_from_a_checkpoint_ends_as_the_run_without_a_stop(case: Case, tmp_
     assert not differences(expected.state, resumed.state)
 
 
+@pytest.mark.by_default(
+    "CyclicalSchedule",
+    "DeepEnsemble]",
+    "AutoSampling, both",
+    "MCDropout",
+    "SampleCollector",
+    "ChainHealth",
+    "own]",
+    "full]",
+    "PosteriorDashboard",
+    "ContourGradient]",
+    "interacting",
+    "EWSG, accumulating",
+    "ControlVariates",
+    "CovarianceFriction",
+)
 def test_a_second_fit_with_the_same_callback_begins_from_scratch(case: Case, tmp_path: Path) -> None:
     first = whole_of(case)
     second = fit(case, tmp_path, first.callback)
@@ -291,6 +307,21 @@ class Fail(pl.Callback):
         vars(self)[hook] = fail
 
 
+@pytest.mark.by_default(
+    "SamplingSchedule",
+    "by AdamW",
+    "AutoSampling]",
+    "SWAG",
+    "BayesianModelAverage",
+    "step]",
+    "MetropolisTest",
+    "RunSummary",
+    "its range",
+    "ReplicaExchange",
+    "EWSG]",
+    "VarianceReducedEnergy",
+    "WarmStart",
+)
 def test_after_an_exception_they_can_be_copied_and_fitted_again(case: Case, tmp_path: Path) -> None:
     callback, fail = case.make(), Fail()
     with pytest.raises(KeyError, match="the user's own mistake"):
@@ -321,8 +352,7 @@ def test_nothing_is_held_however_a_fit_ends(case: Case, hook: str, error: Any, t
     "ContourGradient, interacting",
     "ReplicaExchange",
     "EWSG, accumulating",
-    "VarianceReducedEnergy",
-    "AutoSampling",
+    "AutoSampling, both",
 )
 def test_two_ranks_are_two_stacked_chains(case: Case, tmp_path: Path) -> None:
     """Bit for bit, in real processes (gloo); and a checkpoint of either layout goes on in the other."""

@@ -240,7 +240,7 @@ def test_chains_at_different_temperatures_at_once() -> None:
         torch.testing.assert_close(one.parameters, other.parameters, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.by_default("options1")
+@pytest.mark.by_default("options1-matrix")
 @pytest.mark.parametrize("form", ["diagonal", "matrix"])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}])
 def test_every_save_point(tmp_path: Path, form: Any, options: dict[str, Any]) -> None:

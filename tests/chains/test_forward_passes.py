@@ -361,7 +361,7 @@ def by_torch(net: nn.Module, steps: int) -> nn.Module:
     return net
 
 
-@pytest.mark.by_default("-1-", "Tied-2", "Masked-2", "InBuffer-2", "HalvesInputs-2", "KeepsAWeight-2", "Normed-2")
+@pytest.mark.by_default("-1-", "Masked-2", "KeepsAWeight-2", "Normed-2")
 @pytest.mark.parametrize(
     ("chains", "steps"),
     [(1, STEPS), (2, 500), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((2, STEPS), (1, 1_000)))],

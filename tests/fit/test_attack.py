@@ -220,7 +220,7 @@ def test_a_kill_at_every_tenth_of_a_second(
 
 @pytest.mark.parametrize(
     "kind",
-    [RuntimeError, KeyboardInterrupt, *(pytest.param(k, marks=pytest.mark.slow) for k in (MemoryError, SystemExit))],
+    [KeyboardInterrupt, *(pytest.param(k, marks=pytest.mark.slow) for k in (RuntimeError, MemoryError, SystemExit))],
 )
 @pytest.mark.parametrize("hooks", [pytest.param(7, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_an_exception_in_every_hook(tmp_path: Path, whole: Samples, hooks: int, kind: type[BaseException]) -> None:

@@ -215,6 +215,7 @@ RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.by_default("pSGHMC-", "pSGLD-", "AdamSGLD for", "adapted-", "SGHMC-traced", "SGLD-apart")
 @pytest.mark.parametrize("form", LISTED)
 @pytest.mark.parametrize("rule", RULES)
 def test_listed_steps_are_those_of_a_rule(rule: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +259,7 @@ def test_steps_in_double_precision(form: str, monkeypatch: pytest.MonkeyPatch) -
 
 @needs_compiler
 @pytest.mark.parametrize("rule", [name for name in RULES if name not in ("SGLD", "SGHMC")])
-@pytest.mark.by_default("pSGHMC")
+@pytest.mark.slow
 def test_preconditioners_adapt_in_compiled_steps(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
         schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=5)
@@ -273,7 +274,8 @@ def test_preconditioners_adapt_in_compiled_steps(rule: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("form", "chains"), [("traced", 2), ("traced", 1), pytest.param("compiled", 1, marks=needs_compiler)]
+    ("form", "chains"),
+    [("traced", 2), ("traced", 1), pytest.param("compiled", 1, marks=[needs_compiler, pytest.mark.slow])],
 )
 def test_scales_of_the_prior_are_drawn_between_steps(form: str, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(form: str | None) -> Run:
@@ -315,7 +317,7 @@ CALLBACKS: dict[str, Callable[[], list[pl.Callback]]] = {
 
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("case", CALLBACKS)
-@pytest.mark.by_default("-traced", "warm start-apart", "replica exchange-apart", "interacting contours-apart")
+@pytest.mark.by_default("-traced", "warm start-apart", "replica exchange-apart")
 def test_callbacks_see_what_they_need(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs = 40 if "contour" in case else 12
     runs = [Run(each, monkeypatch, *CALLBACKS[case](), chains=2, epochs=epochs) for each in (form, None)]
@@ -351,7 +353,7 @@ def test_one_chain_with_a_contour(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("every", [7, 3])
-@pytest.mark.by_default("7-")
+@pytest.mark.by_default("7-traced")
 def test_replicas_are_exchanged_between_steps(
     form: str, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

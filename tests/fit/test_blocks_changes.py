@@ -57,6 +57,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.by_default("a number of the module-2", "dropout-2", "accumulation-2")
 @pytest.mark.parametrize("chains", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_users_change_within_a_fit_has_its_effect(
@@ -171,7 +172,7 @@ CONTROLLED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.by_default("cycles]", "after a warm start", "a step size and", "another sampler")
+@pytest.mark.by_default("cycles]", "after a warm start", "a step size and")
 @pytest.mark.parametrize("case", CONTROLLED)
 def test_momenta_are_compared_with_the_controls_of_all_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two observations the momenta's variance follows the controls, and a stage ends with its last step."""

@@ -78,7 +78,9 @@ def test_more_than_tensor_operations(form: str, chains: int, kind: Any, monkeypa
     run(form).check_like(run(None))
 
 
-@pytest.mark.parametrize("form", [*BOTH, "apart", pytest.param("compiled apart", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "form", [*BOTH, "apart", pytest.param("compiled apart", marks=[needs_compiler, pytest.mark.slow])]
+)
 def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(2_000, 3, generator=torch.Generator().manual_seed(5))
     targets = rows[:, :1].sin()
@@ -109,6 +111,7 @@ def test_steps_of_several_epochs_are_made_at_once(form: str, monkeypatch: pytest
     assert max(lengths) > 5 * runs[0].trainer.num_training_batches
 
 
+@pytest.mark.by_default("traced", "captured")
 @pytest.mark.parametrize("form", BOTH)
 def test_a_run_that_diverges_in_such_steps_stops_at_its_step(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The energy overflows in a late epoch, by a step size that is too large."""
@@ -208,6 +211,7 @@ class Reloads(pl.Callback):
             trainer.optimizers[0].load_state_dict(trainer.optimizers[0].state_dict())
 
 
+@pytest.mark.by_default("traced", "captured")
 @pytest.mark.parametrize("form", BOTH)
 def test_a_sampler_whose_state_is_loaded_within_a_fit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its noise goes on in new memory, from new generators."""
@@ -222,7 +226,7 @@ def test_a_sampler_whose_state_is_loaded_within_a_fit(form: str, monkeypatch: py
 # -- clipped gradients -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("2-1-traced", "1-1-apart", "2-2-traced")
+@pytest.mark.by_default("2-1-traced", "2-2-traced")
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize(
     ("algorithm", "limit", "chains", "each"), [("norm", 0.3, 2, 1), ("norm", 0.3, 1, 1), ("value", 0.05, 2, 2)]

@@ -102,6 +102,7 @@ class Held(nn.Module):
         return self.net(inputs * self.scale + self.shift) * (1.0 if self.training else 0.9)  # type: ignore[no-any-return]
 
 
+@pytest.mark.by_default("Noisy-2", "Held-1")
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("kind", [Held, Noisy])
 def test_networks(kind: Any, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +152,7 @@ ENERGIES: dict[str, Callable[[], list[pl.Callback]]] = {
 
 @pytest.mark.parametrize("form", [*BOTH[:2], pytest.param("captured", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ENERGIES)
-@pytest.mark.by_default("gradients too-")
+@pytest.mark.by_default("gradients too-traced")
 def test_a_contour_reads_corrected_energies(form: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks, without = both(form, monkeypatch, lambda: {"callbacks": ENERGIES[case]()}, epochs=40)
     assert form == "traced" or with_blocks.compiled > 150
@@ -180,6 +181,7 @@ def test_replicas_swap_by_corrected_energies(form: str, monkeypatch: pytest.Monk
 # -- around the steps --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("True-traced-2", "False-traced-1")
 @pytest.mark.parametrize(
     ("form", "chains"),
     [
@@ -205,6 +207,7 @@ def test_a_resumed_run_is_the_whole_one(
         resumed.check_like(whole, exactly=True)
 
 
+@pytest.mark.by_default("2-traced")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chains", [1, 2])
 def test_logs_are_those_without_blocks(form: str, chains: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -245,6 +248,7 @@ class Grows(pl.Callback):
             train.tensors = x[:seen], y[:seen]
 
 
+@pytest.mark.by_default("2-traced")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chains", [1, 2])
 def test_data_that_grow_and_change(form: str, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +261,7 @@ def test_data_that_grow_and_change(form: str, chains: int, monkeypatch: pytest.M
     with_blocks.check_like(without)
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("chains", [1, 2])
 def test_a_friction_that_compares_gradients_acts_in_each_step(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = counted(ListedSteps, monkeypatch)

@@ -50,7 +50,7 @@ def test_every_save_point(tmp_path: Path, setting: str) -> None:
     assert check_every_save_point(tmp_path, setting, "memory") >= 20
 
 
-@pytest.mark.by_default("steps in mid-epoch", "validation in mid-epoch", "mid-window", "everything")
+@pytest.mark.by_default("steps in mid-epoch", "mid-window", "everything")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_some_save_points(tmp_path: Path, setting: str) -> None:
     assert check_every_save_point(tmp_path, setting, "memory", stride=7) >= 3

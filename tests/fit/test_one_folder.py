@@ -158,6 +158,7 @@ def test_two_commands_at_one_folder(tmp_path: Path, times: int, capfd: pytest.Ca
         assert [entry.name for entry in run.glob("samples*")] == ["samples"]
 
 
+@pytest.mark.by_default("collector0")
 @pytest.mark.parametrize("collector", [{}, {"in_memory": True}])
 def test_a_command_that_fails_leaves_another_ones_folder(
     tmp_path: Path, collector: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -243,6 +243,7 @@ def test_weights_that_change_between_steps_are_named_once(
     assert who is None or f"{who} changes the weights" in said
 
 
+@pytest.mark.by_default("callback0")
 @pytest.mark.parametrize("callback", [Prunes(), None])
 def test_weights_that_change_between_epochs_are_named_among_steps_in_blocks(callback: Any) -> None:
     module = Plain(2)

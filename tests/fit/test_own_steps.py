@@ -298,6 +298,7 @@ def test_weights_alone_move_no_samples_aside(tmp_path: Path) -> None:
 # -- a module that torch.compile has wrapped ---------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("chains", [1, 2])
 def test_a_compiled_module_makes_the_plain_ones_steps_and_predictions(
     chains: int, caplog: pytest.LogCaptureFixture

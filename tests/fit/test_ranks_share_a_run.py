@@ -60,6 +60,7 @@ def test_two_processes_without_a_seed(
     assert all(not torch.equal(found[a], found[b]) for a in found for b in range(a))
 
 
+@pytest.mark.by_default("ddp_fork")
 @pytest.mark.parametrize("strategy", ["chains_fork", "ddp_fork"])
 def test_runs_and_fits_of_processes_that_a_trainer_starts_differ(strategy: str, tmp_path: Path) -> None:
     """The processes end with the fit, so each begins without knowledge of earlier ones."""

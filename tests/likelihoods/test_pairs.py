@@ -39,6 +39,7 @@ def test_a_linear_score_is_the_logistic_regression_of_differences() -> None:
     torch.testing.assert_close(swapped, expected)
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("chains", [1, 2])
 def test_from_fit_to_prediction(chains: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

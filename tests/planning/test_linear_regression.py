@@ -37,6 +37,7 @@ def heat(run: BayesianModule) -> float:
     return float(torch.einsum("coi,ij,coj->", gap, precision, gap)) / gap.numel()
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("chains", [1, 2])
 def test_the_verdict_is_that_of_the_draws(chains: int) -> None:
     """N = 200 data determine three weights: the prior's law would have 0.06 relaxation times for the right run.

@@ -123,6 +123,7 @@ PLACES = {
 }
 
 
+@pytest.mark.by_default("pixels", "tokens")
 @pytest.mark.parametrize("kind", PLACES)
 def test_a_student_of_places_is_that_of_each_place(kind: str) -> None:
     """A network of single places predicts a place of an image as an example of its own, and so does its student.
@@ -160,6 +161,7 @@ def test_a_student_of_places_is_that_of_each_place(kind: str) -> None:
         torch.testing.assert_close(one, 6 * other)
 
 
+@pytest.mark.by_default("iterator", "float64")
 @pytest.mark.parametrize("kind", ["list", "pairs", "iterator", "float64"])
 def test_batches_are_read_in_every_epoch(kind: str) -> None:
     """Batches as other methods take them; a trainer reads a list as several loaders, and an iterator once."""

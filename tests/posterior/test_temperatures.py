@@ -42,6 +42,7 @@ def known(posterior: Posterior) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_fresh_process_is_told_that_samples_are_cold(tmp_path: Path) -> None:
     fitted(tmp_path / "samples", 0.1)
     program = (

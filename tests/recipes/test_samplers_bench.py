@@ -62,6 +62,7 @@ def test_the_exact_gradient_is_that_of_the_energy_and_the_mean_of_the_noisy_ones
     assert ((noisy.mean(0) - exact[0]).abs() < 5 * noisy.std(0) / math.sqrt(len(noisy)) + 1e-2).all()
 
 
+@pytest.mark.by_default("GGMC")
 @pytest.mark.parametrize("method", ["GGMC", "AMAGOLD"])
 def test_the_tested_trajectories_have_no_error_of_the_step_size(method: str) -> None:
     """At h² = 1 OBABO's variance of a unit Gaussian is 4/3, an error of 0.17; 128 chains' own is about 0.01."""

@@ -141,6 +141,7 @@ def through_a_file(state: Any) -> Any:
 # -- what a sampler carries from step to step -------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("chains1")
 @pytest.mark.parametrize("chains", [(0,), (0, 1, 2)])
 def test_a_saved_sampler_continues_bit_for_bit(rule: Rule, chains: tuple[int, ...]) -> None:
     """From every step, in a sampler that held something else; also if it is saved again right after it was loaded."""

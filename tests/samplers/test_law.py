@@ -124,7 +124,7 @@ def test_rules_without_momentum_have_nothing_to_rescale(cls: Any) -> None:
     assert rule.stored_momenta(rule.param_groups[0]) == [None]
 
 
-@pytest.mark.by_default("0.1-full", "0.4-noisy")
+@pytest.mark.by_default("0.4-noisy")
 @pytest.mark.parametrize("heat", [0.0, 0.05], ids=["full", "noisy"])
 @pytest.mark.parametrize("friction", [0.1, 0.4])
 def test_a_thermostat_holds_the_temperature_of_positions(friction: float, heat: float) -> None:

@@ -79,9 +79,9 @@ def test_bin_masses_of_a_single_gaussian() -> None:
 
 
 def test_cell_masses_are_a_distribution(target: Target) -> None:
-    masses = target.cell_masses(100)
+    masses = target.cell_masses(50)
     assert masses.sum().item() == pytest.approx(1)
-    torch.testing.assert_close(masses @ target.cells(100), target.mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(masses @ target.cells(50), target.mean, rtol=0, atol=0.05)
     with pytest.raises(ValueError, match="must divide"):
         target.cell_masses(37)
 
