@@ -294,12 +294,12 @@ class Evaluation:
         comparable: whether these compare across chains; otherwise they are normalised within each chain.
         chains: comparison of the chains.
         per_datum: log densities of each datum, for paired comparisons.
-        guessing: metrics of a prediction that does not look at the inputs: the frequencies of the classes in the
-            evaluated data, or the mean and spread of their numbers.
+        guessing: metrics of a prediction without the inputs: the classes' shares in these data, or mean and spread.
         groups: by a group's label, its number of data ("count"), the average's metrics there, and those of guessing by
             the group's own targets ("guessing nll", …).
         calibrated: metrics of the average as `Posterior.calibrate` has scaled it, {} without that: those of class
-            probabilities, or the shares of targets in central intervals.
+            probabilities, or the shares of targets in central intervals. Of an example's several labels there is no
+            "nll", but "label_nll", "pixel_nll" or "token_nll" of single ones.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -525,7 +525,7 @@ def group_metrics(
     return found
 
 
-GUESSED = ("accuracy", "exact", "nll", "brier", "rmse")
+GUESSED = ("accuracy", "exact", "nll", "label_nll", "brier", "rmse")
 """Metrics that a guess has; its calibration says nothing."""
 
 

@@ -18,14 +18,15 @@ class MultiLabelBernoulli(Likelihood):
     """Several labels at once: the network has one logit for each, log p(y|x,θ) = Σ_l log Bernoulli(y_l).
 
     Output (n, L), target (n, L) of 0 and 1 of any dtype. The average is over the probabilities of each label; metrics
-    are of single labels, and `exact` is the share of data whose labels are all right.
+    are of single labels, but `nll` of an example's together; `exact` is the share of data whose labels are all
+    right.
 
     >>> MultiLabelBernoulli().log_prob(torch.zeros(1, 3), torch.tensor([[0, 1, 1]]))
     tensor([-2.0794])
     """
 
     per_sample_term = "label_probabilities"
-    metric_names = ("accuracy", "exact", "nll", "brier", "entropy")
+    metric_names = ("accuracy", "exact", "nll", "label_nll", "brier", "entropy")
     applies_itself = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax)
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ class MultiLabelBernoulli(Likelihood):
             "accuracy": right.to(p.dtype).mean(),
             "exact": exact.to(p.dtype).mean(),
             "nll": log_density.neg().mean(),
+            "label_nll": F.binary_cross_entropy(widest(p), target.to(widest(p).dtype)),
             "brier": 2 * (p - target.to(p.dtype)).square().mean(),  # over both classes, as Bernoulli's
             "entropy": _binary_entropy(p).mean(),
         }

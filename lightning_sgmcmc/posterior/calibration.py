@@ -246,13 +246,14 @@ def calibrated_metrics(posterior: Any, model: EnergyModel, found: Evaluation, ba
     prediction = likelihood.prediction(terms, None)
     if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
         prediction = calibration.applied(prediction)
-        probabilities, labels = likelihood.scored(prediction, target)
-        if isinstance(prediction, MultiLabelPrediction):
-            probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
         own = dict(terms) | {likelihood.per_sample_term: prediction.probabilities}
-        metrics = likelihood.metrics(own, torch.full((len(target),), torch.nan), target, 1.0)
-        nll = decisions.class_nll(probabilities, labels) * len(labels) / len(target)  # of an example's labels together
-        return {name: float(value) for name, value in metrics.items()} | {"nll": nll}
+        values = likelihood.metrics(own, torch.full((len(target),), torch.nan), target, 1.0)
+        metrics = {name: float(value) for name, value in values.items()}
+        if isinstance(prediction, MultiLabelPrediction) or prediction.probabilities.dim() > 2:
+            del metrics["nll"]  # the average's is that of a mixture, which probabilities of single labels do not have
+        elif math.isnan(metrics["nll"]):  # not so of soft labels
+            metrics["nll"] = decisions.class_nll(*likelihood.scored(prediction, target))
+        return metrics
     inside: dict[str, list[Tensor]] = {name: [] for name in COVERAGES}
     for one, numbers in predictions_with_targets(posterior, model, batches, "evaluate"):
         for name, level in zip(COVERAGES, COVERAGE_LEVELS, strict=True):

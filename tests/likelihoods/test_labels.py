@@ -138,6 +138,7 @@ def test_metrics_of_several_labels() -> None:
     assert found["accuracy"] == pytest.approx(float(right.double().mean()))
     assert found["exact"] == pytest.approx(float(right.all(1).double().mean()))
     assert found["brier"] == pytest.approx(2 * float((p - target).square().mean()))
+    assert found["label_nll"] == pytest.approx(-float(torch.where(target.bool(), p, 1 - p).log().mean()), rel=1e-6)
 
 
 def test_chance_is_the_entropy_of_the_labels() -> None:

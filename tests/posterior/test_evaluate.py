@@ -11,7 +11,15 @@ from sklearn.metrics import average_precision_score, log_loss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc import (
+    BayesianModule,
+    Categorical,
+    Gaussian,
+    MultiLabelBernoulli,
+    PixelCategorical,
+    Posterior,
+    TokenCategorical,
+)
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import TableDataModule
 from tests.support.trainers import quiet_trainer
@@ -133,3 +141,37 @@ def test_a_calibrated_posterior_has_the_metrics_of_its_predictions() -> None:
     inside = ((targets >= low) & (targets <= high)).double().mean()
     assert lines.evaluate([(x, targets)]).calibrated["coverage_90"] == pytest.approx(float(inside))
     assert float(inside) > lines.evaluate([(x, targets)]).bma["coverage_90"] + 0.2
+
+
+@pytest.mark.parametrize("name", ["label_nll", "token_nll", "pixel_nll"])
+def test_a_calibration_of_several_labels_is_compared_label_by_label(name: str) -> None:
+    """The average's `nll` is of a datum's labels together, which a calibrated probability of each does not tell.
+
+    The labels have the law of a network, and the samples are about three times as sure.
+    """
+    torch.manual_seed(0)
+    likelihood: Any = {"label": MultiLabelBernoulli(), "token": TokenCategorical()}.get(name[:5], PixelCategorical())
+    net = nn.Conv2d(3, 2, 1) if name == "pixel_nll" else nn.Linear(3, 4 if name == "label_nll" else 2)
+    inputs = torch.randn(61, *{"label": (3,), "token": (5, 3)}.get(name[:5], (3, 2, 2)))
+    with torch.no_grad():
+        nn.init.normal_(net.weight)
+        true = Posterior.from_states(net, [net], likelihood).predict(inputs).probabilities
+    targets = torch.bernoulli(true if name == "label_nll" else true[..., 1])
+    counts = torch.rand(targets.shape) > 0.1
+    targets = targets.where(counts, torch.nan) if name == "label_nll" else targets.long().where(counts, -100)
+
+    states = [
+        {key: 3 * value + 0.3 * torch.randn_like(value) for key, value in net.state_dict().items()} for _ in "abc"
+    ]
+    calibrated = Posterior.from_states(net, states, likelihood).calibrate([(inputs, targets)])
+    found, probabilities = calibrated.evaluate([(inputs, targets)]), calibrated.predict(inputs).probabilities
+    ones = probabilities if name == "label_nll" else probabilities[..., 1]
+    expected = log_loss(targets[counts], ones[counts].double())
+    assert found.calibrated[name] == pytest.approx(expected, rel=1e-5)
+    assert found.calibrated[name] < 0.9 * found.bma[name]
+    assert "nll" not in found.calibrated
+    if name == "label_nll":
+        shares = targets.nanmean(0).expand(targets.shape)
+        assert found.guessing[name] == pytest.approx(log_loss(targets[counts], shares[counts].double()), rel=1e-5)
+    assert calibrated.calibration is not None
+    assert found.calibrated[name] == pytest.approx(calibrated.calibration.nll_after, rel=1e-5)
