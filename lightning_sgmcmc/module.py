@@ -272,7 +272,7 @@ class BayesianModule(ChainModel):
         count_saved_fit(self.chains.seeds, checkpoint, self._trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N; `chains` stores the energies.
+        """Return the loss Σ_c Ũ_c/N, in nats per example, a sum over chains: log it divided by `num_chains`.
 
         Raises:
             RuntimeError: outside a fit.

@@ -123,7 +123,7 @@ class Decisions(StoredSamples):
 
         Raises:
             RuntimeError: if there are no samples, or no model.
-            ValueError: if there are fewer than τ data (2 for "dyadic").
+            ValueError: if there are fewer than τ data (2 for "dyadic"), or labels are soft, thus no outcomes.
 
         Source: Osband et al. 2022 (Evaluating high-order predictive distributions in deep learning).
         """

@@ -81,8 +81,11 @@ def joint_score(
     """Return the joint NLL of groups of data; see `Posterior.joint_nll`."""
     check_count("tau", tau, optional=False)
     densities = log_densities(model, store, data, "joint_nll")
+    likelihood: Any = model.likelihood
+    of_classes = likelihood is not None and likelihood.per_sample_term == "probabilities"
+    for batch in densities.batches if of_classes else ():
+        likelihood.labels(model.inputs_and_target(batch)[1])  # soft ones are no outcome, which has a joint probability
     if sampling is None:
-        of_classes = model.likelihood is not None and model.likelihood.per_sample_term == "probabilities"
         sampling = "dyadic" if of_classes else "nearest"
     check_choice("sampling", sampling, ("dyadic", "nearest", "random"))
     generator = torch.Generator().manual_seed(derive_seed(seed, "joint nll"))
