@@ -59,6 +59,8 @@ SHRINKAGE = 0.15
 LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 """Largest weight decay 1/(N·σ²) at the start, with more of which few data do not move the weights away from 0, and the
 largest σ that this gives; the same at temperature 1."""
+FEW_NUMBERS, LIMITS_OF_NUMBERS = 450, (0.2, 1.0)
+"""Fewer data of a regression have a narrower prior, within limits like those above, and a higher temperature."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 LR_SHARE_OF_CLASSES = 0.3
@@ -96,16 +98,17 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     `lengths`, which repeats them. At the default objective the draws are of a cold ensemble, not of the posterior.
 
     Args:
-        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling out-of-distribution
-            inputs: τ = 1, a tight prior whose scale stays, and equal weights. "both", for classes: as "nll", but the
-            last fifth of the run samples at τ = 1 under σ = 0.2. Its draws are `posterior.novelty`, of which
-            predictions have their mutual information.
+        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1, or 45/N if that is more (below 450
+            data), up to 1. "ood", telling out-of-distribution inputs: τ = 1, a tight prior whose scale stays, and equal
+            weights. "both", for classes: as "nll", but the last fifth of the run samples at τ = 1 under σ = 0.2. Its
+            draws are `posterior.novelty`, of which predictions have their mutual information.
         budget: time of the run, such as "90s", "10m" or "2h"; the epochs follow from the first steps' speed. None takes
             the trainer's max_epochs or max_steps.
         num_draws: number of draws of each chain, in both parts together.
         warm_up: share of the run that optimizes.
-        prior_std: σ at the start; None is 0.3, in regression 0.35, and 0.2 for "ood", or 1/√(0.025·N) where that is
-            more (below some 400 data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35.
+        prior_std: σ at the start; None is 0.3, and 0.2 for "ood", or 1/√(0.025·N) where that is more (below some 400
+            data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35. In regression it is 0.35, for "ood" 0.2,
+            or 1/√(0.2·N) if that is more, up to 1; for "nll" 0.35·√(N/450) takes the place of 0.35 below 450 data.
         temperature: τ; None is that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
@@ -189,17 +192,32 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "objective='both' takes the mutual information of classes from a part of the run, and the likelihood "
                 "has none: pass objective='nll' or 'ood'"
             )
-        temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
         self._lr_share = LR_SHARE_OF_CLASSES if has_classes and self.objective != "ood" else LR_SHARE
+        self._num_data = _num_data_of(trainer, module)
+        temperature, std = self._start(module)
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature
-        self._num_data = _num_data_of(trainer, module)
-        std = self._suiting(std, self.objective == "ood")
         self.prior_std = self._start_std = std if given_std is None else given_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
         if isinstance(module.prior, HierarchicalPrior):
             module.chains.claims.claim("draw scales", self, self._set_scale)
+
+    def _start(self, module: ChainModel) -> tuple[float, float]:
+        """Return τ and σ for N data.
+
+        Few labels need a wide prior. Few noisy numbers are fitted exactly under one, so that errors look small: their
+        prior is narrower, and the temperature higher, up to the posterior's.
+        """
+        likelihood, is_hot = module.likelihood, self.objective == "ood"
+        if likelihood is None or likelihood.per_sample_term != "mean":
+            cold = (0.03, 0.3) if isinstance(likelihood, ClassLikelihood) else (0.1, 0.35)
+            temperature, std = (1.0, HOT_STD) if is_hot else cold
+            return temperature, self._suiting(std, is_hot)
+        count = min(FEW_NUMBERS if self._num_data is None else self._num_data, FEW_NUMBERS)
+        share, (decay, most) = count / FEW_NUMBERS, LIMITS_OF_NUMBERS
+        std = max(HOT_STD if is_hot else 0.35 * share**0.5, min(most, (decay * count) ** -0.5))
+        return 1.0 if is_hot else float(f"{min(1.0, 0.1 / share):.3g}"), float(f"{std:.3g}")
 
     def _suiting(self, std: float, is_hot: bool) -> float:
         """Return σ, or a larger one for few data: the prior's share of the mean loss, |θ|²/(2·N·σ²), has a limit."""
@@ -237,11 +255,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             )
         if self._num_data is None and self._given[1] is None:
             self._num_data, std = self.run.sampler.num_data, self._start_std
-            wanted = self._suiting(std, self.objective == "ood")
-            if wanted > std:
+            temperature, wanted = self._start(module)
+            if wanted != std:
+                also = "" if self._given[0] else f", temperature={temperature:g}"
                 rank_zero_warn(
-                    f"AutoSampling: the prior std {std:g} is narrow for {self._num_data} training data: pass "
-                    f"AutoSampling(prior_std={wanted:g}), or num_data=… to the module, which chooses it"
+                    f"AutoSampling: the prior std {std:g} does not suit {self._num_data} training data: pass "
+                    f"AutoSampling(prior_std={wanted:g}{also}), or num_data=… to the module, which chooses it"
                 )
         is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
         if is_first and not self._validates and not is_trial(trainer) and self.objective != "ood":

@@ -17,7 +17,7 @@ from mapie.regression import CrossConformalRegressor, SplitConformalRegressor
 from scipy import stats
 from sklearn.base import clone
 from sklearn.compose import make_column_transformer
-from sklearn.datasets import make_classification, make_regression
+from sklearn.datasets import load_diabetes, make_classification, make_regression
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -88,6 +88,22 @@ def test_a_regression_is_in_the_units_of_y(regressor: BayesianRegressor) -> None
     ours, our_std = regressor.predict(X, return_std=True)
     np.testing.assert_allclose(mean, 1_000 * ours + 5e5, rtol=1e-3)
     np.testing.assert_allclose(std, 1_000 * our_std, rtol=1e-2)
+
+
+@pytest.mark.by_default("100")
+@pytest.mark.parametrize("count", [50, 100, 200])
+def test_few_noisy_rows_are_predicted_better_than_by_a_guess(count: int) -> None:
+    """With all defaults: a network of 3,000 weights can fit them exactly, with errors that look far too small."""
+    x, y = load_diabetes(return_X_y=True)
+    order = np.random.RandomState(1).permutation(len(y))
+    train, test = order[:count], order[count:]
+    model = BayesianRegressor(random_state=0).fit(x[train], y[train])
+    mean = model.predict(x[test])
+    assert np.mean((mean - y[test]) ** 2) < 0.9 * np.mean((y[train].mean() - y[test]) ** 2)
+    low, high = model.predict_interval(x[test], level=0.9).T
+    assert 0.75 < np.mean((low <= y[test]) & (y[test] <= high)) < 0.99
+    found = model.posterior_.evaluate([(pd.DataFrame(x[test]), pd.Series(y[test]))])
+    assert found.bma["nll"] < found.guessing["nll"] - 0.1
 
 
 def test_intervals_are_quantiles_of_the_mixture(regressor: BayesianRegressor) -> None:

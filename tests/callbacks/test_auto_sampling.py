@@ -226,7 +226,7 @@ def test_a_learned_noise_scale_has_a_prior_of_its_own() -> None:
     assert module.posterior is not None
     scales = module.posterior[-1].scales
     assert float(scales["likelihood.log_std"]) == pytest.approx(3.0)
-    assert float(scales["net.weight"]) == pytest.approx(0.816)  # of 60 data
+    assert float(scales["net.weight"]) == pytest.approx(0.289)  # 1/√(0.2·60)
 
 
 # -- both objectives --------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_few_labels_are_learned() -> None:
 def test_data_that_a_module_makes_later_are_asked_for() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
-    with pytest.warns(UserWarning, match=r"prior std 0\.3 is narrow for 80 .*prior_std=0\.707"):
+    with pytest.warns(UserWarning, match=r"prior std 0\.3 does not suit 80 .*prior_std=0\.707"):
         quiet_trainer(max_steps=10, callbacks=[AutoSampling(num_draws=2)]).fit(OwnData(net, Categorical()))
     auto = AutoSampling(num_draws=2)
     quiet_trainer(max_steps=10, callbacks=[auto]).fit(OwnData(net, Categorical(), num_data=80))

@@ -92,7 +92,7 @@ def test_what_chooses_nothing_does_not_warn() -> None:
 def test_numbers_too() -> None:
     made, said = fit(AutoSampling(num_draws=20), likelihood=Gaussian(0.2))
     assert made.posterior is not None
-    assert "stays 0.853" in said
+    assert "stays 0.302" in said
     error = made.posterior.predict(X).mean - NUMBERS
     assert error.square().mean() < 0.1 * NUMBERS.var()
 
@@ -138,3 +138,25 @@ def test_estimators_train_on_all_rows(kind: Any, targets: torch.Tensor) -> None:
     assert made.plan_.num_data == len(X)
     assert made.score(X.numpy(), targets.numpy()) > 0.9
     assert np.isfinite(made.predict(X.numpy()[:1])).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "objective", "expected"),
+    [
+        (20, "nll", (1.0, 0.5)),  # 1/√(0.2·20)
+        (90, "nll", (0.5, 0.236)),
+        (180, "nll", (0.25, 0.221)),  # 0.35·√(180/450)
+        (450, "nll", (0.1, 0.35)),
+        (60, "ood", (1.0, 0.289)),
+        (450, "ood", (1.0, 0.2)),
+    ],
+)
+def test_a_regression_begins_by_the_number_of_its_data(
+    count: int, objective: Any, expected: tuple[float, float]
+) -> None:
+    """Few noisy numbers are fitted exactly under a wide prior and a low temperature."""
+    auto, made = AutoSampling(objective, num_draws=2), module(Gaussian(0.5, learned=True))
+    data = DataLoader(TensorDataset(torch.randn(count, 4), torch.randn(count, 1)), 16)
+    quiet_trainer(max_steps=10, callbacks=[auto]).fit(made, data, data)
+    assert (auto.temperature, auto.prior_std) == expected
+    assert made.sampler.param_groups[0]["temperature"] == expected[0]
