@@ -147,7 +147,7 @@ class EnergyModel(pl.LightningModule):
             check_dtype(self, inputs, error)
             raise
         takes_tensors = type(likelihood).__module__.startswith(Likelihood.__module__.removesuffix(".base"))
-        if takes_tensors and isinstance(output, tuple | list | Mapping):
+        if takes_tensors and isinstance(output, (tuple, list, Mapping)):
             raise TypeError(
                 f"the network returned a {type(output).__name__} of {len(output)}, and {type(likelihood).__name__} "
                 "takes one tensor: return it alone, in training mode too, or override output_of(inputs)"
@@ -214,7 +214,8 @@ class EnergyModel(pl.LightningModule):
         if self.likelihood is None or not self.likelihood.has_predictive():
             return self.log_likelihood(batch), {}, None
         output, target = self.output_and_target(batch)
-        terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)
+        # torch 2.6 cannot compile `|` of dicts.
+        terms = {**self.likelihood.terms(output), **self.likelihood.target_terms(output, target)}
         if not overrides(self, "log_likelihood"):
             return self.likelihood.log_prob(output, target), terms, target
         return self.log_likelihood(batch), terms, target

@@ -47,7 +47,7 @@ class Arguments(NamedTuple):
     required: int
     most: float
     names: frozenset[str] | None
-    needed: frozenset[str]
+    needed: tuple[str, ...]
     hugging_face: bool = False
     shifts_labels: bool = False
     decodes: bool = False
@@ -61,14 +61,14 @@ def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arg
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters) and not hugging_face
     names = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    needed = frozenset(p.name for p in names if p.default is p.empty)
+    needed = tuple([p.name for p in names if p.default is p.empty])  # before torch 2.9 a set does not compile
     alone = [p for p in parameters if p.default is p.empty]
     takes_dict = len(alone) == 1 and alone[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and not hugging_face
     return Arguments(
         required=sum(p.default is p.empty for p in by_place),
         most=float("inf") if variadic else sum(p.default is p.empty or p.default is None for p in by_place),
         # A network that gets labels computes a loss of its own, which nothing uses.
-        names=None if any_name else frozenset(p.name for p in names) - ({"labels"} - needed),
+        names=None if any_name else frozenset(p.name for p in names) - ({"labels"} - set(needed)),
         needed=needed,
         hugging_face=hugging_face,
         takes_dict=takes_dict and alone[0].annotation not in (Tensor, "Tensor", "torch.Tensor"),
@@ -194,7 +194,7 @@ def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any
             return module(**used)
         with _no_branches():
             return module(**used)
-    if isinstance(inputs, list | tuple) and arguments.required <= len(inputs) <= arguments.most:
+    if isinstance(inputs, (list, tuple)) and arguments.required <= len(inputs) <= arguments.most:
         return module(*inputs)
     return module(inputs)
 

@@ -150,7 +150,7 @@ class CompiledSteps(RowSteps):
         settings = choices and choices.by.settings, variate and variate.form, part and (part.settings, part.keeps_each)
         keeps_each = part is not None and part.keeps_each
         place = id(noise) if self._captures else noise is None  # another memory is another graph
-        key = structure, shapes, axis, place, form, names, options, sampler.num_data is None, *settings
+        key = repr(structure), shapes, axis, place, form, names, options, sampler.num_data is None, *settings
         num_data = torch.full_like(self._inverse, sampler.num_data or 0)
         scalars = [self._inverse.expand(count), num_data.expand(count)]
         learned, read, own = ([], [], []) if part is None else (part.state, part.fixed, [part.numbers(count)])

@@ -383,7 +383,7 @@ def explained(num_chains: int) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        file = checkpoint.checkpoint.__code__.co_filename
+        file = checkpoint.__file__
         passed = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
         if num_chains == 1 or file not in passed:
             raise

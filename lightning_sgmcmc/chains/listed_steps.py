@@ -151,7 +151,7 @@ class ListedSteps(RowSteps):
         corrects = None if variate is None else variate.form
         _, structure, axis, _ = batches
         shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (kept[0], *of_step)])
-        key = structure, axis, shapes, corrects
+        key = repr(structure), axis, shapes, corrects
         if key not in self._known:
             if len(self._known) >= MOST_FORMS:
                 raise NotTraceableError(f"batches have more than {MOST_FORMS} shapes")

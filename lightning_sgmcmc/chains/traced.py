@@ -60,7 +60,7 @@ class TracedEnergies:
         parts, structure = pytree.tree_flatten(batch)
         if not all(type(part) is Tensor and part.layout == torch.strided for part in parts):
             raise NotTraceableError("batches hold other things than plain tensors")
-        key = structure, axis, factor is None, tuple([(part.shape, part.dtype, part.stride()) for part in parts])
+        key = repr(structure), axis, factor is None, tuple([(part.shape, part.dtype, part.stride()) for part in parts])
         tensors = [leaf, inverse, inverse if factor is None else factor, *parts, *others.values()]
         traced = self._known.get(key)
         if traced is None:

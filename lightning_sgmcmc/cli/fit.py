@@ -450,7 +450,7 @@ class ConfigFile(SaveConfigCallback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"skip_none": False, "multifile": False, "overwrite": True}
+        options: dict[str, Any] = {"skip_unset": False, "multifile": False, "overwrite": True}
         path = folder / CONFIG
         with replacing(path) as temporary:  # at every moment there is a whole file of this name
             self.parser.save(self.config, temporary, **options)

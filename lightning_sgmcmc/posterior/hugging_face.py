@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.plain import parts_in
@@ -114,7 +115,9 @@ def build_transformer(description: Mapping[str, Any], trust: bool = False) -> nn
     config = kind.from_dict(sound_values(description["arguments"]["dict"]))
     if attention is not None:
         config._attn_implementation = attention
-    return cls(config)
+    network: PreTrainedModel = cls(config)
+    network.tie_weights()  # transformers 5.0 leaves it out on the meta device
+    return network
 
 
 def sound_values(values: Any) -> Any:
@@ -348,8 +351,20 @@ def _build_timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
             raise NotDescribableError(
                 f"timm's {name} has {str(argument)[:40]}={str(value)[:40]!r}: {', '.join(NUMBERS)} are numbers"
             )
-    network: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    try:
+        network: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    except RuntimeError:  # timm 1.0.3 takes rates of layers out of a tensor, which on the meta device has no numbers
+        with _NumbersInMemory():
+            network = timm.create_model(name, pretrained=False, **arguments)
     return network
+
+
+class _NumbersInMemory(TorchFunctionMode):
+    """Evenly spaced numbers are in memory when a network is built on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = {"device": "cpu"} if func is torch.linspace else {}
+        return func(*args, **{**(kwargs or {}), **own})
 
 
 def _changed(module: nn.Module, twin: nn.Module, name: str = "") -> dict[str, nn.Module]:

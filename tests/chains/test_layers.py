@@ -102,7 +102,9 @@ def test_one_chain_may_compute_activations_again() -> None:
 
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 def test_several_chains_that_compute_activations_again_are_refused(execution: str) -> None:
-    with pytest.raises(RuntimeError, match=r"torch.utils.checkpoint\), where its layers hold all 3 chains: switch"):
+    """Under vmap older versions of torch already refuse the forward pass, and the loop says the rest."""
+    refused = r"torch.utils.checkpoint\), where its layers hold all 3 chains: switch"
+    with pytest.raises(RuntimeError, match=refused if execution == "loop" else f"{refused}|NoopSaveInputs.*'loop'"):
         fitted(Texts(again=True), chain_execution=execution)
 
 

@@ -66,7 +66,12 @@ def loaded(path: Path, grey: bool) -> torch.Tensor:
 @pytest.mark.parametrize("name", IMAGES)
 def test_values_are_kept(tmp_path: Path, name: str, grey: bool) -> None:
     ending, make = IMAGES[name]
-    images = loaded(folder(tmp_path, ending, make()), grey)
+    path = folder(tmp_path, ending, make())
+    try:
+        Image.open(path / "train" / "a" / f"0.{ending}").load()
+    except OSError as error:
+        pytest.skip(f"Pillow cannot read what it has written: {error}")
+    images = loaded(path, grey)
     assert images.shape[1:] == (1 if grey else 3, 8, 8)
     expected = torch.from_numpy(GREY).to(torch.int64).expand(images.shape)
     assert (images.long() - expected).abs().max() <= (2 if name == "YCbCr" else 0)

@@ -175,6 +175,7 @@ def test_a_csv_file_is_the_frame_that_pandas_reads(tmp_path: Path) -> None:
     )
     frame.loc[:5, "dose"] = np.nan
     frame.to_csv(tmp_path / "patients.csv", index=False)
+    frame = pandas.read_csv(tmp_path / "patients.csv")  # before version 3 the last digit may differ
     found = TableDataModule(tmp_path / "patients.csv", target="well")
     same = TableDataModule(frame.astype({"sex": "category"}), target="well")
     for data in (found, same):

@@ -63,11 +63,12 @@ def test_guessing_is_that_of_scikit_learn(bias: float) -> None:
     target = (torch.rand(DATA, generator=generator) < 0.1).long()
     outputs = [torch.stack([torch.full((DATA,), bias), 0.3 * torch.randn(DATA, generator=generator)], 1)]
     evaluation = evaluated(Categorical(), outputs, target)
-    dummy = DummyClassifier(strategy="prior").fit(target[:, None], target)
-    shares = dummy.predict_proba(target[:, None])
-    assert evaluation.guessing["nll"] == pytest.approx(log_loss(target, shares), rel=1e-5)
-    assert evaluation.guessing["accuracy"] == pytest.approx(dummy.score(target[:, None], target))
-    assert evaluation.guessing["brier"] == pytest.approx(2 * brier_score_loss(target, shares[:, 1]), rel=1e-5)
+    labels = target.numpy()
+    dummy = DummyClassifier(strategy="prior").fit(labels[:, None], labels)
+    shares = dummy.predict_proba(labels[:, None])
+    assert evaluation.guessing["nll"] == pytest.approx(log_loss(labels, shares), rel=1e-5)
+    assert evaluation.guessing["accuracy"] == pytest.approx(dummy.score(labels[:, None], labels))
+    assert evaluation.guessing["brier"] == pytest.approx(2 * brier_score_loss(labels, shares[:, 1]), rel=1e-5)
     said = five_sentences(evaluation, "test data", None, Claim())
     assert f"guessing {evaluation.guessing['accuracy']:.1%}" in said["quality"]
     assert f"guessing {evaluation.guessing['nll']:.3g}" in said["quality"]
@@ -121,7 +122,8 @@ def test_classes() -> None:
         f"better than its mean single sample by {evaluation.single['nll'] - evaluation.bma['nll']:.3g} ("
         in said["gain"]
     )
-    assert f"first cycle's average by {evaluation.running[1]['nll'] - evaluation.bma['nll']:.3g} (" in said["gain"]
+    first = evaluation.running[1]["nll"] - evaluation.bma["nll"]  # whether it is significant depends on torch's labels
+    assert f"first cycle's average by {first:.3g} (" in said["gain"] or f"average (+{first:.2g}, 95 %" in said["gain"]
     assert "ChainHealth" in said["sampled"] + said["next"]
 
 

@@ -82,7 +82,8 @@ def test_cycles_are_shaded_and_a_trace_has_the_prior_s_line() -> None:
     assert upper.get_ylim()[1] < 2, "the start does not dwarf the rest"
     assert {line.get_ydata()[0] for line in lower.get_lines() if len(line.get_ydata()) == 2} >= {1, 0.1}
     for axes in figure.axes:
-        assert [round(patch.get_x()) for patch in axes.patches] == [26, 76]
+        spans = [patch.get_patch_transform().transform_path(patch.get_path()) for patch in axes.patches]
+        assert [round(span.get_extents().x0) for span in spans] == [26, 76]
 
 
 def test_nothing_is_drawn_between_logged_steps() -> None:
@@ -190,7 +191,7 @@ def test_temperatures_leave_out_what_there_is_not_and_the_nearest_of_too_many() 
         lambda: figures_samples.geometry_figure([[0, 0], [0, 0]], [0, 0], [0, 0], [0, 0]),
     ],
 )
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:.*(deprecated - use|deprecated, use)")  # of pyparsing to Matplotlib 3.8
 def test_the_smallest_runs_are_drawn_without_a_warning(make: Callable[[], Any]) -> None:
     draw(make())
 
