@@ -206,8 +206,8 @@ def asked(kind: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(45, 1, generator=generator)
     y = 0.5 * x + 2 + 0.3 * torch.randn(45, 1, generator=generator)
-    batches = [of_pair(kind, x[i : i + 10], y[i : i + 10]) for i in range(0, 45, 10)]
-    loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    batches: Any = [of_pair(kind, x[i : i + 10], y[i : i + 10]) for i in range(0, 45, 10)]
+    loader: Any = DataLoader(batches, batch_size=None)
     torch.manual_seed(0)
     module = TakenApart(nn.Linear(1, 1), Gaussian(std=0.3), lr=0.05, num_data=45, seed=1)
     module.kind = kind
@@ -218,10 +218,11 @@ def asked(kind: str) -> dict[str, Any]:
     assert posterior is not None
     torch.manual_seed(0)
     student = posterior.distill(nn.Linear(1, 3), loader, epochs=3, accelerator="cpu")
+    predicted: Any = trainer.predict(module, loader)
     return {
         "predict": posterior.predict(loader).mean,
         "predict a list": posterior.predict(batches).mean,
-        "trainer.predict": torch.cat([one.mean for one in trainer.predict(module, loader)]),  # type: ignore[union-attr, misc]
+        "trainer.predict": torch.cat([one.mean for one in predicted]),
         "evaluate": posterior.evaluate(batches).bma["nll"],
         "numbers of NumPy's type": posterior.evaluate([of_pair(kind, x.double(), y.double())]).bma["nll"],
         "trainer.test": trainer.test(module, loader, verbose=False)[0]["test/bma_nll"],
