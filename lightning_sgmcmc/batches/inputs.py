@@ -1,11 +1,13 @@
 """What of a batch a network receives, how it is passed to `forward`, what its output is."""
 
+import copy
 import inspect
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -131,6 +133,11 @@ def is_object(batch: Any) -> bool:
     return callable(getattr(batch, "to", None)) and not isinstance(batch, Tensor | Mapping | list | tuple | nn.Module)
 
 
+def are_inputs(x: Any) -> bool:
+    """Return whether x is an array, a tensor, a frame or a number, of which nothing is to be taken apart."""
+    return isinstance(x, Tensor | np.ndarray | int | float | str) or is_table(x)
+
+
 def parted_object(batch: Any, arguments: Arguments) -> tuple[Any, Any]:
     """Return the inputs and the target (None without one) of a batch whose entries are an object's attributes: the
     object itself if `forward` takes one argument that is none of them, else those that `forward` accepts."""
@@ -147,6 +154,7 @@ def leaves_of(batch: Any) -> list[Any]:
     """Return the leaves of a batch, also of objects in it that are dicts on request, as torch_geometric's are."""
     leaves = pytree.tree_leaves(plain(batch))
     opened = [leaf.to_dict() if is_object(leaf) and hasattr(leaf, "to_dict") else leaf for leaf in leaves]
+    opened = [dict(vars(leaf)) if is_dataclass(leaf) and not isinstance(leaf, type) else leaf for leaf in opened]
     return pytree.tree_leaves(opened)
 
 
@@ -331,6 +339,11 @@ def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype, columns: I
         leaf = leaf if columns is None else columns.received(leaf)
         if is_object(leaf):
             return leaf.to(device)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            own = copy.copy(leaf)
+            for name, value in vars(leaf).items():
+                object.__setattr__(own, name, as_tensors(value, device, dtype))  # a frozen one too
+            return own
         if not isinstance(leaf, Tensor | np.ndarray | np.generic) and not is_table(leaf):
             return leaf
         tensor = as_tensor("x", leaf if not is_table(leaf) else as_frame(leaf))

@@ -335,6 +335,7 @@ class DataWeights:
         self._first_batches = first_batches
         self._is_new = True
         self._is_compared = False
+        self._said_short = False
         self._counted, self._batches, self._sizes = 0, 0, set[int]()
         """Data, batches and sizes of batches of this epoch so far, in this process."""
         self._measured: tuple[int, int] | None = None
@@ -490,6 +491,15 @@ class DataWeights:
         """Compare what the likelihood counted in the first whole epoch with N."""
         trainer = self._trainer
         batches = float(trainer.num_training_batches)
+        seen, steps = trainer.fit_loop.batch_idx + 1, trainer.max_steps
+        has_ended = not trainer.should_stop and (steps == -1 or trainer.global_step < steps)
+        if has_ended and seen < batches < math.inf and not self._said_short:
+            self._said_short = True
+            rank_zero_warn(
+                f"An epoch had {seen} batches, and the training loader's length or limit_train_batches says "
+                f"{int(batches)}: the trainer validates after the last of these only, and a schedule is planned for "
+                "all of them, so its last samples are missing. Let both be the true number."
+            )
         if not trainer.is_last_batch or self._batches != trainer.fit_loop.batch_idx + 1:
             return
         if math.isfinite(batches) and not self._batches == batches == _epoch_length(trainer):

@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.evaluation.scoring import hooked
+from lightning_sgmcmc.evaluation.scoring import hooked, is_overridden
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.likelihoods.base import COVERAGE_LEVELS, COVERAGES
 from lightning_sgmcmc.model import EnergyModel
@@ -164,7 +164,7 @@ def batches_of(data: Any, columns: Columns, model: EnergyModel, what: str = "cal
         data.prepare_data()
         data.setup("fit")
         columns.check(data)
-        data = data.val_dataloader()
+        data = data.val_dataloader() if is_overridden("val_dataloader", data) else None
         if isinstance(data, list | tuple) and len(data) == 1:
             data = data[0]
         if data is None or (isinstance(data, list | tuple) and not data):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sgmcmc.batches.inputs import (
+    are_inputs,
     arguments_of_network,
     as_tensors,
     batches_in,
@@ -24,7 +25,7 @@ from lightning_sgmcmc.chains.execution import borrowed
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.scoring import HOOKS, is_overridden
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import batches_of, tensors_of
 from lightning_sgmcmc.posterior.densities import log_densities
@@ -258,9 +259,11 @@ class Distillation(pl.LightningModule):
 
     def _losses(self, batch: Any) -> tuple[Tensor, Tensor, int]:
         """Return the two parts of the loss, and the number of data."""
-        inputs = inputs_of(batch, self._teacher.model.accepted_arguments)
+        model = self._teacher.model
+        own = overrides(model, "inputs_and_target") and not are_inputs(batch)
+        inputs = model.inputs_and_target(batch)[0] if own else inputs_of(batch, model.accepted_arguments)
         inputs = as_tensors(inputs, self.device, next(self.student.parameters()).dtype, self._columns.inputs)
-        teacher = self._teacher.predict([inputs])
+        teacher = self._teacher.predict([batch if own else inputs])
         output = self.student.output_of(inputs)
         if not self._is_known:
             self.student.classes, self.student.axis = self._layout(teacher, output)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import (
     LABELS,
+    are_inputs,
     as_tensors,
     batches_in,
     check_dtype,
     has_doubtful_target,
     innermost,
     inputs_of,
-    is_object,
     leaves_of,
     with_decoder_inputs,
 )
@@ -369,7 +369,7 @@ def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
     """Yield the inputs of batches, which may have targets, and which the model may take apart itself."""
     arguments, own, warned = model.accepted_arguments, overrides(model, "inputs_and_target"), False
     for batch in batches:
-        if own and (isinstance(batch, list | tuple | Mapping) or is_object(batch)):
+        if own and not are_inputs(batch):
             yield model.inputs_and_target(batch)[0]
             continue
         if not warned and has_doubtful_target(batch, arguments):

@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sgmcmc import BayesianModule, Categorical, FeatureDataModule, Posterior, bayesianize
-from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, SampleCollector
+from lightning_sgmcmc import BayesianModule, Categorical, FeatureDataModule, Gaussian, Posterior, bayesianize
+from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.support.trainers import quiet_trainer
 
@@ -164,3 +165,90 @@ def test_graphs_of_torch_geometric(tmp_path: Path) -> None:
     torch.testing.assert_close(posterior.predict(next(iter(loader))).probabilities, whole[:20])
     with pytest.raises(TypeError, match="got a DataBatch"):
         posterior.calibrate(next(iter(loader)))
+
+
+class Row(NamedTuple):
+    number: Tensor
+    value: Tensor
+
+
+class Turned(NamedTuple):
+    value: Tensor
+    number: Tensor
+
+
+@dataclass
+class Record:
+    """Lightning moves it to a device by its fields."""
+
+    number: Tensor
+    value: Tensor
+
+
+def of_pair(kind: str, x: Tensor, y: Tensor) -> Any:
+    """Numbers of one type as inputs and targets, so that one is not told from the other."""
+    if kind in ("pair", "turned pair", "dict"):
+        return {"pair": (x, y), "turned pair": (y, x), "dict": {"number": x, "value": y}}[kind]
+    return {"row": Row, "turned row": Turned, "record": Record}[kind](number=x, value=y)
+
+
+class TakenApart(BayesianModule):
+    kind = "pair"
+
+    def inputs_and_target(self, batch: Any) -> tuple[Any, Any]:
+        if self.kind in ("pair", "turned pair"):
+            return (batch[0], batch[1]) if self.kind == "pair" else (batch[1], batch[0])
+        return (batch["number"], batch["value"]) if self.kind == "dict" else (batch.number, batch.value)
+
+
+def asked(kind: str) -> dict[str, Any]:
+    """What a fit of batches of one kind returns, by each method that takes batches."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(45, 1, generator=generator)
+    y = 0.5 * x + 2 + 0.3 * torch.randn(45, 1, generator=generator)
+    batches: Any = [of_pair(kind, x[i : i + 10], y[i : i + 10]) for i in range(0, 45, 10)]
+    loader: Any = DataLoader(batches, batch_size=None)
+    torch.manual_seed(0)
+    module = TakenApart(nn.Linear(1, 1), Gaussian(std=0.3), lr=0.05, num_data=45, seed=1)
+    module.kind = kind
+    callbacks = [SamplingSchedule(burn_in_steps=20, every_n_steps=5), SampleCollector(in_memory=True)]
+    trainer = quiet_trainer(max_epochs=8, callbacks=[*callbacks, BayesianModelAverage()])
+    trainer.fit(module, loader, loader)
+    posterior = module.posterior
+    assert posterior is not None
+    torch.manual_seed(0)
+    student = posterior.distill(nn.Linear(1, 3), loader, epochs=3, accelerator="cpu")
+    predicted: Any = trainer.predict(module, loader)
+    return {
+        "predict": posterior.predict(loader).mean,
+        "predict a list": posterior.predict(batches).mean,
+        "trainer.predict": torch.cat([one.mean for one in predicted]),
+        "evaluate": posterior.evaluate(batches).bma["nll"],
+        "numbers of NumPy's type": posterior.evaluate([of_pair(kind, x.double(), y.double())]).bma["nll"],
+        "trainer.test": trainer.test(module, loader, verbose=False)[0]["test/bma_nll"],
+        "calibrate": posterior.calibrate(loader).predict(x).std,
+        "conformal": posterior.conformal(loader, 0.9).predict(loader).low,
+        "joint_nll": posterior.joint_nll(loader).nll,
+        "log_likelihood": posterior.log_likelihood(batches),
+        "compress": posterior.compress(2, loader).weights,
+        "distill": student.predict(x).mean,
+    }
+
+
+@pytest.mark.parametrize("kind", ["turned pair", "dict", "row", "turned row", "record"])
+def test_batches_that_the_module_takes_apart_are_those_of_the_fit(kind: str) -> None:
+    """Every method sees the inputs and targets that `inputs_and_target` returns in training."""
+    expected = asked("pair")
+    for name, found in asked(kind).items():
+        torch.testing.assert_close(found, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "calibrate", "log_likelihood"])
+def test_a_datamodule_without_validation_data_is_named(method: str) -> None:
+    class Alone(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return []
+
+    posterior = Posterior.from_states(nn.Linear(1, 1), [nn.Linear(1, 1)], Gaussian())
+    with pytest.raises(ValueError, match=r"Alone has none: pass a loader"):
+        getattr(posterior, method)(Alone())

@@ -1,5 +1,6 @@
 """Fits on loaders as users make them: N, the energy of an epoch, and the energies of all data, against U by hand."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -497,3 +498,35 @@ def test_a_stream_and_graphs_resume_with_their_weights(tmp_path: Path, at: int) 
         quiet_trainer(callbacks=[rest], max_epochs=3, **options).fit(make(), data(), ckpt_path=path, weights_only=False)
         for epoch in range(at, 3):
             assert torch.equal(whole.of_epoch(epoch, False), rest.of_epoch(epoch, False))
+
+
+class Told(Stream):
+    """A stream that says another length than it has."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(ALL)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "is_named"),
+    [
+        (2 * ROWS, {"max_epochs": 2}, True),
+        (ROWS, {"max_epochs": 2}, False),
+        (2 * ROWS, {"max_steps": 2}, False),
+        (ROWS, {"max_epochs": 2, "limit_train_batches": 2}, False),
+        (ROWS, {"max_steps": 2}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:An epoch had (more|fewer) than", "ignore:Your `IterableDataset` has `__len__`")
+def test_epochs_that_are_shorter_than_the_loader_says(length: int, options: dict[str, Any], is_named: bool) -> None:
+    """Schedules and validation go by that length: the last samples would be missing without a word."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module(num_data=ROWS), DataLoader(Told(length), 20), **options)
+    found = [str(one.message) for one in caught if "limit_train_batches says" in str(one.message)]
+    assert len(found) == is_named
+    assert all(f"An epoch had {-(-ROWS // 20)} batches" in one and str(-(-length // 20)) in one for one in found)
