@@ -455,11 +455,12 @@ class Columns:
             return batch
         x, y = batch
         check_same_rows(x, y)
-        received = (
+        parts = (
             self.inputs.received(x) if self.inputs is not None else x,
             self.targets.received(y) if self.targets is not None else self.as_labels(y),
         )
-        return type(batch)(*received) if hasattr(batch, "_fields") else received  # a module may take it apart by name
+        kind: Any = type(batch)
+        return kind(*parts) if hasattr(batch, "_fields") else parts  # a module may take it apart by name
 
     def as_labels(self, y: Any) -> Any:
         """Return a series as labels (n,): the places of names among those of the fit, or its numbers; else as given.
