@@ -78,6 +78,7 @@ def test_more_than_tensor_operations(form: str, chains: int, kind: Any, monkeypa
     run(form).check_like(run(None))
 
 
+@pytest.mark.by_default("traced", "captured", "apart")
 @pytest.mark.parametrize(
     "form", [*BOTH, "apart", pytest.param("compiled apart", marks=[needs_compiler, pytest.mark.slow])]
 )
@@ -99,6 +100,7 @@ def test_an_energy_that_is_not_finite_stops_the_run_at_its_step(form: str, monke
     assert str(found) == str(wanted)
 
 
+@pytest.mark.by_default("traced", "captured")
 @pytest.mark.parametrize("form", BOTH)
 def test_steps_of_several_epochs_are_made_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last batch of each is short; the samples and all counts are those of Lightning's own loop."""
