@@ -257,7 +257,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._num_data, std = self.run.sampler.num_data, self._start_std
             temperature, wanted = self._start(module)
             if wanted != std:
-                also = "" if self._given[0] else f", temperature={temperature:g}"
+                is_told = self._given[0] is None and temperature != self.temperature
+                also = f", temperature={temperature:g}" if is_told else ""
                 rank_zero_warn(
                     f"AutoSampling: the prior std {std:g} does not suit {self._num_data} training data: pass "
                     f"AutoSampling(prior_std={wanted:g}{also}), or num_data=… to the module, which chooses it"

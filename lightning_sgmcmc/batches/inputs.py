@@ -133,6 +133,11 @@ def is_object(batch: Any) -> bool:
     return callable(getattr(batch, "to", None)) and not isinstance(batch, Tensor | Mapping | list | tuple | nn.Module)
 
 
+def _is_dataclass_object(x: Any) -> bool:
+    """Return whether x is an object of a dataclass, and not the class itself."""
+    return is_dataclass(x) and not isinstance(x, type)
+
+
 def are_inputs(x: Any) -> bool:
     """Return whether x is an array, a tensor, a frame or a number, of which nothing is to be taken apart."""
     return isinstance(x, Tensor | np.ndarray | int | float | str) or is_table(x)
@@ -154,7 +159,7 @@ def leaves_of(batch: Any) -> list[Any]:
     """Return the leaves of a batch, also of objects in it that are dicts on request, as torch_geometric's are."""
     leaves = pytree.tree_leaves(plain(batch))
     opened = [leaf.to_dict() if is_object(leaf) and hasattr(leaf, "to_dict") else leaf for leaf in leaves]
-    opened = [dict(vars(leaf)) if is_dataclass(leaf) and not isinstance(leaf, type) else leaf for leaf in opened]
+    opened = [dict(vars(leaf)) if _is_dataclass_object(leaf) else leaf for leaf in opened]
     return pytree.tree_leaves(opened)
 
 
@@ -339,7 +344,7 @@ def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype, columns: I
         leaf = leaf if columns is None else columns.received(leaf)
         if is_object(leaf):
             return leaf.to(device)
-        if is_dataclass(leaf) and not isinstance(leaf, type):
+        if _is_dataclass_object(leaf):
             own = copy.copy(leaf)
             for name, value in vars(leaf).items():
                 object.__setattr__(own, name, as_tensors(value, device, dtype))  # a frozen one too
