@@ -41,7 +41,7 @@ from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import overconfidence
+from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_sample
@@ -51,9 +51,12 @@ from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 
-FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
-"""Draws before the first change of a prior's scale and between later ones; share of draws after which it stays."""
+FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
+"""Shares of the draws: before the first change of a prior's scale, between later ones, and after which it stays."""
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
+NOISY, SMALLEST_NOISY_STD = (0.15, 0.25), 0.15
+"""In regression, shares of the targets' variance: noise from which the scale changes, and from which by the whole
+factor; and the least scale."""
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
 LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
@@ -387,16 +390,23 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         chain, count = sample.chain, self._counts[sample.chain]
         if not isinstance(module.prior, HierarchicalPrior) or self.prior_scales is not None:
             return
-        at_end_of_block = count >= FIRST_BLOCK and (count - FIRST_BLOCK) % BLOCK == 0
+        first, block_size = (max(1, round(share * self.num_draws)) for share in (FIRST_BLOCK, BLOCK))
+        at_end_of_block = count >= first and (count - first) % block_size == 0
         if not at_end_of_block or self.objective == "ood":
             return
         block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
         if count >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None or module.likelihood is None:
             return
         factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
-        if factor is not None:
-            std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
-            self._choose(module, sample, min(max(std, SMALLEST_STD), LARGEST_STD))
+        if factor is None:
+            return
+        std, smallest = self.chosen[chain][-1][1], SMALLEST_STD
+        if not isinstance(module.likelihood, ClassLikelihood):
+            least, whole = NOISY
+            share = (noise_share(module.likelihood, block.terms, target) - least) / (whole - least)
+            factor = max(factor, 1.0) ** min(max(share, 0.0), 1.0)
+            smallest = min(SMALLEST_NOISY_STD, std)
+        self._choose(module, sample, min(max(std / min(max(factor, 0.5), 2.0), smallest), LARGEST_STD))
 
     def _choose(self, module: ChainModel, sample: PosteriorSample, std: float) -> None:
         self.chosen[sample.chain].append((sample.step, float(f"{std:.4g}")))

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -42,18 +42,48 @@ from lightning_sgmcmc.tensors import exact, widest
 
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the temperature of class probabilities with the least NLL, above 1 for overconfident predictions, with
-    a prior N(0, prior_std²) of its logarithm, which stabilises it for few data; None for another kind.
+    """Return the temperature of class probabilities, or the factor of a predictive standard deviation, with the least
+    NLL: above 1 for overconfident predictions.
+
+    A prior N(0, prior_std²) of its logarithm stabilises it for few data. None for another kind of prediction.
 
     Source: Guo et al. 2017, section 4.2.
     """
     prediction = likelihood.prediction(terms, None)
-    if not isinstance(prediction, ClassPrediction):
-        return None
     factors = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
-    probabilities, labels = likelihood.scored(prediction, target)
-    nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    if isinstance(prediction, ClassPrediction):
+        probabilities, labels = likelihood.scored(prediction, target)
+        nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    elif _is_of_numbers(prediction, target):
+        mean, std = prediction.mean, prediction.std
+        numbers = target.reshape(mean.shape)
+        nll = [decisions.gaussian_nll(mean, std * factor, numbers) for factor in factors.tolist()]
+    else:
+        return None
+    if not all(map(math.isfinite, nll)):
+        return None
     return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
+
+
+def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) -> float:
+    """Return the part of the targets' variance that numbers' predictions leave, (1.48·median|y - mean|)²/var(y).
+
+    It is the mean over outputs, and 0 for another kind of prediction; NaN targets are left out. The median sees the
+    usual datum, and not the few far ones of a network that fits well.
+    """
+    prediction = likelihood.prediction(terms, None)
+    if not _is_of_numbers(prediction, target):
+        return 0.0
+    numbers = widest(target.reshape(prediction.mean.shape)).reshape(len(target), -1)
+    deviation = 1.4826 * (numbers - widest(prediction.mean).reshape(numbers.shape)).abs().nanmedian(0).values
+    variance = (numbers - numbers.nanmean(0)).square().nanmean(0)
+    return float((deviation.square() / variance)[variance > 0].nanmean().nan_to_num(0.0))
+
+
+def _is_of_numbers(prediction: Prediction, target: Tensor) -> TypeGuard[RegressionPrediction]:
+    """Return whether targets are the numbers of which a mean and a standard deviation are predicted."""
+    is_regression = isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction)
+    return is_regression and prediction.mean.numel() == target.numel()
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
