@@ -41,7 +41,7 @@ from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence
+from lightning_sgmcmc.posterior.calibration import excess_of_numbers, overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_sample
@@ -54,11 +54,11 @@ from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
 """Shares of the draws: before the first change of a prior's scale, between later ones, and after which it stays."""
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
-NOISY, SMALLEST_NOISY_STD = (0.15, 0.25), 0.15
-"""In regression, shares of the targets' variance: noise from which the scale changes, and from which by the whole
-factor; and the least scale."""
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
+NOISY, GAIN, SHRINKAGE_OF_NUMBERS = (0.05, 0.1), 3.0, 0.3
+"""In regression: the shares of the targets' variance, as noise, from which the temperature rises at all and wholly;
+the power of the overconfidence by which it rises; the standard deviation of the prior of its logarithm."""
 LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 """Largest weight decay 1/(N·σ²) at the start, with more of which few data do not move the weights away from 0, and the
 largest σ that this gives; the same at temperature 1."""
@@ -146,6 +146,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         lr: float = 0.01,
         prior_scales: Sequence[Sequence[Sequence[float]]] | None = None,
         lengths: Sequence[Sequence[int]] | None = None,
+        temperatures: Sequence[Sequence[float]] | None = None,
     ) -> None:
         check_choice("objective", objective, ("nll", "ood", "both"))
         check_count("num_draws", num_draws, optional=False)
@@ -163,6 +164,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.lr = lr
         self.prior_scales = prior_scales
         self.lengths = lengths
+        self.temperatures = temperatures
         self._given = (temperature, prior_std)
         self._start_std = 0.0
         self._lr_share = LR_SHARE
@@ -178,7 +180,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
         self._scores = DrawingScores()
         """The average of each chain's newest draws."""
-        self._counts: dict[int, int] = defaultdict(int)
+        self._num_scored = 0
+        """Steps whose draws were evaluated."""
+        self._scored: tuple[int, Tensor | None] | None = None
+        """Of the present draws: their step, and the targets of the validation data."""
+        self.heated: list[tuple[int, float]] = []
+        """The temperatures of a regression, and the steps from which they hold."""
         self._validates: bool | None = None
         """Whether the run has validation data, once that is known."""
         self._hot: list[PosteriorSample] = []
@@ -303,8 +310,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         return None
 
     @property
-    def has_moved_prior(self) -> bool:
-        return any(len({std for _, std in chain}) > 1 for chain in self.chosen.values())
+    def has_moved_target(self) -> bool:
+        return bool(self.heated) or any(len({std for _, std in chain}) > 1 for chain in self.chosen.values())
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -323,7 +330,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
         if step > stages.switch:  # what is measured of the stage of sampling, is of the samples that predict
             return StepControls(stages.lr_factor(step), 1.0, Stage.EXPLORATION)
-        return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
+        temperature = None
+        if self.heated:
+            own = step + self.run.chains.progress.warm_steps
+            temperature = next((tau for first, tau in reversed(self.heated) if first < own), None)
+        return StepControls(stages.lr_factor(step), temperature, Stage.SAMPLING)
 
     @property
     def seconds(self) -> float | None:
@@ -353,6 +364,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
+        step = drawing.samples[0].step
+        past = [temperature for first, temperature in self.temperatures or () if 0 < first <= step]
+        self.heated += [(step, temperature) for temperature in past[len(self.heated) :]]
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
@@ -364,12 +378,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if self.prior_scales is not None:
             past = [std for step, std in self.prior_scales[chain] if 0 < step <= sample.step]
             for std in past[len(self.chosen[chain]) - 1 :]:  # a run of another length has other draws
-                self._choose(module, sample, std)
+                self._choose(module, chain, sample.step, std)
         elif self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch:
-            self._choose(module, sample, self._suiting(HOT_STD, True))
+            self._choose(module, chain, sample.step, self._suiting(HOT_STD, True))
 
     def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
-        """Keep a draw's densities of the validation data, and set its chain's scale by them."""
+        """Keep a draw's densities of the validation data, and add it to its chain's average."""
 
         def score(samples: list[PosteriorSample]) -> list[SampleScores]:
             with undisturbed(trainer, module):
@@ -382,36 +396,56 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         terms, log_density, target = scores.on_loaders[0]
         self._densities[sample.step, sample.chain] = log_density.float().cpu()
         self._blocks[sample.chain].add(terms, log_density, 0.0)
-        self._counts[sample.chain] += 1
-        self._adapt(module, sample, target)
+        self._scored = sample.step, target
 
-    def _adapt(self, module: ChainModel, sample: PosteriorSample, target: Tensor | None) -> None:
-        """Set the prior's scale of a chain after a block of draws."""
-        chain, count = sample.chain, self._counts[sample.chain]
-        if not isinstance(module.prior, HierarchicalPrior) or self.prior_scales is not None:
+    def end_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel) -> None:
+        """Set scales and temperature after a block of draws."""
+        if self._scored is None:
             return
-        first, block_size = (max(1, round(share * self.num_draws)) for share in (FIRST_BLOCK, BLOCK))
-        at_end_of_block = count >= first and (count - first) % block_size == 0
-        if not at_end_of_block or self.objective == "ood":
+        (step, target), self._scored = self._scored, None
+        self._num_scored += 1
+        first, size = (max(1, round(share * self.num_draws)) for share in (FIRST_BLOCK, BLOCK))
+        if self.objective == "ood" or self._num_scored < first or (self._num_scored - first) % size:
             return
-        block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
-        if count >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None or module.likelihood is None:
+        blocks, self._blocks = self._blocks, defaultdict(WeightedAverage)
+        if self._num_scored >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None:
             return
-        factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
-        if factor is None:
-            return
-        std, smallest = self.chosen[chain][-1][1], SMALLEST_STD
-        if not isinstance(module.likelihood, ClassLikelihood):
-            least, whole = NOISY
-            share = (noise_share(module.likelihood, block.terms, target) - least) / (whole - least)
-            factor = max(factor, 1.0) ** min(max(share, 0.0), 1.0)
-            smallest = min(SMALLEST_NOISY_STD, std)
-        self._choose(module, sample, min(max(std / min(max(factor, 0.5), 2.0), smallest), LARGEST_STD))
+        if isinstance(pl_module.prior, HierarchicalPrior) and self.prior_scales is None:
+            self._adapt(pl_module, step, blocks, target)
+        if self._given[0] is None and self.temperatures is None:
+            self._heat(pl_module, step, blocks, target)
 
-    def _choose(self, module: ChainModel, sample: PosteriorSample, std: float) -> None:
-        self.chosen[sample.chain].append((sample.step, float(f"{std:.4g}")))
-        if sample.chain in module.chains.layout.chains:
-            self._set_scale(module, sample.chain - module.chains.layout.first_chain, self.chosen[sample.chain][-1][1])
+    def _adapt(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
+        """Set the prior's scale of each chain by its newest draws."""
+        for chain, block in blocks.items():
+            factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
+            if factor is not None:
+                std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
+                self._choose(module, chain, step, min(max(std, SMALLEST_STD), LARGEST_STD))
+
+    def _heat(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
+        """Raise the temperature of all chains, if their newest draws together are too sure of noisy numbers."""
+        together = WeightedAverage()
+        for block in blocks.values():
+            together.add(block.terms, block.log_density, block.log_total)
+        found = excess_of_numbers(module.likelihood, together.terms, target, SHRINKAGE_OF_NUMBERS)
+        if found is None:
+            return
+        (factor, noise), (least, whole) = found, NOISY
+        gain, now = GAIN * min(max((noise - least) / (whole - least), 0.0), 1.0), self._newest_temperature
+        raised = float(f"{min(now * max(factor, 1.0) ** gain, 1.0):.4g}")
+        if raised > now:
+            self.heated.append((step, raised))
+
+    @property
+    def _newest_temperature(self) -> float:
+        assert self.temperature is not None
+        return self.heated[-1][1] if self.heated else self.temperature
+
+    def _choose(self, module: ChainModel, chain: int, step: int, std: float) -> None:
+        self.chosen[chain].append((step, float(f"{std:.4g}")))
+        if chain in module.chains.layout.chains:
+            self._set_scale(module, chain - module.chains.layout.first_chain, self.chosen[chain][-1][1])
 
     def _set_scale(self, module: ChainModel, index: int, std: float) -> None:
         """Set σ of a chain of this process, that of all parameters but a learned noise scale."""
@@ -469,6 +503,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
         lengths = None if self.budget is None else [list(pair) for pair in self._budget.lengths]
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales, "lengths": lengths}
+        if self.heated:
+            arguments["temperatures"] = [list(pair) for pair in self.heated]
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
     def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
@@ -489,7 +525,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         told = ""
         if posterior.novelty is not None:
             told = f"; mutual information by {len(posterior.novelty)} samples at temperature 1, prior std {HOT_STD:g}"
-        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {weights}{told}{where}")
+        temperature = f"{self.temperature:g}" + (f" to {self._newest_temperature:.3g}" if self.heated else "")
+        rank_zero_info(f"AutoSampling: {prior}, temperature {temperature}, {weights}{told}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -497,7 +534,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if saved is not None:
             self._budget.restore(saved["budget_steps"], saved.get("budget_lengths", ()))
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
-            self._counts.update(saved["counts"])
+            self._num_scored, self.heated = saved["num_scored"], list(saved["heated"])
             shared = run.chains.sharing.tensors()
             self._hot = [PosteriorSample(**sample, shared=shared) for sample in saved.get("hot", [])]
             for chain, block in saved["blocks"].items():
@@ -510,7 +547,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "budget_lengths": list(self._budget.lengths),
             "densities": dict(self._densities),
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
-            "counts": dict(self._counts),
+            "num_scored": self._num_scored,
+            "heated": list(self.heated),
             "chosen": dict(self.chosen),
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }

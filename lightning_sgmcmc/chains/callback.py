@@ -202,8 +202,8 @@ class RunCallback(pl.Callback):
         return None
 
     @property
-    def has_moved_prior(self) -> bool:
-        """Whether it gave the prior several scales in this run, so that energies have several constants."""
+    def has_moved_target(self) -> bool:
+        """Whether it changed the prior or the temperature in this run, so that energies are not compared."""
         return False
 
     def sampled_chains(self, total: int) -> SampledChains | None:

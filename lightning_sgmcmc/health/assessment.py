@@ -69,7 +69,7 @@ def assess(
         gradient_noise_share={
             name: 0.0 if facts.is_full_batch else estimates.noise_share(i) for i, name in enumerate(observations.names)
         },
-        energy=replace(estimates.energy(), expected=None) if facts.has_moved_prior else estimates.energy(),
+        energy=replace(estimates.energy(), expected=None) if facts.has_moved_target else estimates.energy(),
         verdict="ok" if is_long and max(widths) < 2 * tolerance else "unknown",
     )
     if is_long:

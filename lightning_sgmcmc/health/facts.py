@@ -27,7 +27,7 @@ def facts_of(
     evaluation: Evaluation | None,
     is_optimization: bool,
     acceptance: float | None,
-    has_moved_prior: bool,
+    has_moved_target: bool,
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps."""
     chains, plan, contour = module.chains, module.plan, module.contour
@@ -54,7 +54,7 @@ def facts_of(
         adapting=type(sampler).__name__ if adapts else None,
         acceptance=acceptance,
         has_hidden=sum(weights.dim() > of_chains for weights in chains.trainable.values()) > 1,
-        has_moved_prior=has_moved_prior,
+        has_moved_target=has_moved_target,
     )
 
 

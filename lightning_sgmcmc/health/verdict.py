@@ -103,8 +103,8 @@ class RunFacts:
         acceptance: mean acceptance probability of a `MetropolisTest`, None without. The test makes the law exact, so
             no excess variance or clipping of the steps is a finding.
         has_hidden: whether some weights follow others, so that units between them may be dead.
-        has_moved_prior: whether the prior had several scales in the run. Energies have the prior's constant, so those
-            of several scales are not compared.
+        has_moved_target: whether the run had several scales of the prior or several temperatures. Energies have the
+            prior's constant and grow with the temperature, so they are not compared.
     """
 
     temperature: float | None = None
@@ -125,7 +125,7 @@ class RunFacts:
     adapting: str | None = None
     acceptance: float | None = None
     has_hidden: bool = True
-    has_moved_prior: bool = False
+    has_moved_target: bool = False
 
     @property
     def is_flattened(self) -> bool:
@@ -135,8 +135,8 @@ class RunFacts:
     @property
     def is_steady(self) -> bool:
         """Whether energies of equilibrium keep their mean: cycles start anew, a flat histogram of energies is a walk,
-        and a moved prior moves its constant."""
-        return not (self.is_cyclical or self.is_flattened or self.has_moved_prior)
+        and another prior or temperature has another mean."""
+        return not (self.is_cyclical or self.is_flattened or self.has_moved_target)
 
     @property
     def chance_energy(self) -> float | None:

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,50 +40,47 @@ from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import exact, widest
 
+FACTORS = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
+"""Factors of confidence that are tried."""
+
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the temperature of class probabilities, or the factor of a predictive standard deviation, with the least
-    NLL: above 1 for overconfident predictions.
-
-    A prior N(0, prior_std²) of its logarithm stabilises it for few data. None for another kind of prediction.
+    """Return the temperature of class probabilities with the least NLL, above 1 for overconfident predictions, with
+    a prior N(0, prior_std²) of its logarithm, which stabilises it for few data; None for another kind.
 
     Source: Guo et al. 2017, section 4.2.
     """
     prediction = likelihood.prediction(terms, None)
-    factors = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
-    if isinstance(prediction, ClassPrediction):
-        probabilities, labels = likelihood.scored(prediction, target)
-        nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
-    elif _is_of_numbers(prediction, target):
-        mean, std = prediction.mean, prediction.std
-        numbers = target.reshape(mean.shape)
-        nll = [decisions.gaussian_nll(mean, std * factor, numbers) for factor in factors.tolist()]
-    else:
+    if not isinstance(prediction, ClassPrediction):
         return None
-    if not all(map(math.isfinite, nll)):
-        return None
-    return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
+    probabilities, labels = likelihood.scored(prediction, target)
+    nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in FACTORS.tolist()]
+    return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), FACTORS, len(target), prior_std)
 
 
-def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) -> float:
-    """Return the part of the targets' variance that numbers' predictions leave, (1.48·median|y - mean|)²/var(y).
+def excess_of_numbers(
+    likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float
+) -> tuple[float, float] | None:
+    """Return by which factor predictive standard deviations are too small, and the noise's share of the variance.
 
-    It is the mean over outputs, and 0 for another kind of prediction; NaN targets are left out. The median sees the
-    usual datum, and not the few far ones of a network that fits well.
+    The factor is that of the least Gaussian NLL, with a prior N(0, prior_std²) of its logarithm. The share is
+    (1.48·median|y - mean|)²/var(y), the mean over outputs: a median, since noise is in all data, and a network that
+    fits well has large errors in a few. NaN targets are left out. None for counts, for targets that are bounds of
+    numbers, and without a finite standard deviation.
     """
     prediction = likelihood.prediction(terms, None)
-    if not _is_of_numbers(prediction, target):
-        return 0.0
-    numbers = widest(target.reshape(prediction.mean.shape)).reshape(len(target), -1)
-    deviation = 1.4826 * (numbers - widest(prediction.mean).reshape(numbers.shape)).abs().nanmedian(0).values
-    variance = (numbers - numbers.nanmean(0)).square().nanmean(0)
-    return float((deviation.square() / variance)[variance > 0].nanmean().nan_to_num(0.0))
-
-
-def _is_of_numbers(prediction: Prediction, target: Tensor) -> TypeGuard[RegressionPrediction]:
-    """Return whether targets are the numbers of which a mean and a standard deviation are predicted."""
-    is_regression = isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction)
-    return is_regression and prediction.mean.numel() == target.numel()
+    if not isinstance(prediction, RegressionPrediction) or isinstance(prediction, CountPrediction):
+        return None
+    mean, std = prediction.mean.flatten(1), prediction.std.flatten(1)
+    if mean.numel() != target.numel() or not bool(torch.isfinite(std).all()):
+        return None
+    numbers = widest(target).reshape(mean.shape)
+    nll = [decisions.gaussian_nll(mean, std * factor, numbers) for factor in FACTORS.tolist()]
+    factor = decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), FACTORS, len(target), prior_std)
+    deviation = 1.4826 * (numbers - widest(mean)).abs().nanmedian(0).values
+    shares = deviation.square() / (numbers - numbers.nanmean(0)).square().nanmean(0)
+    shares = shares[torch.isfinite(shares)]  # an output without targets, or with constant ones, has none
+    return factor, float(shares.mean()) if len(shares) else 0.0
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------

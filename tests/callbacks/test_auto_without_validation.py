@@ -71,7 +71,8 @@ def test_scales_of_an_earlier_run_hold_where_all_data_train() -> None:
     longer = AutoSampling(num_draws=20, prior_scales=scales)
     fit(longer, epochs=50)
     assert [std for _, std in longer.chosen[0]] == [std for _, std in scales[0]]
-    assert all(step <= own < step + 10 for (own, _), (step, _) in zip(longer.chosen[0], scales[0], strict=True))
+    draws = (0, *longer.laid_out.draw_steps)
+    assert [own for own, _ in longer.chosen[0]] == [min(d for d in draws if d >= step) for step, _ in scales[0]]
 
 
 def test_a_part_for_novelty_has_its_own_scale() -> None:
@@ -155,7 +156,7 @@ def test_a_regression_begins_by_the_number_of_its_data(
     count: int, objective: Any, expected: tuple[float, float]
 ) -> None:
     """Few noisy numbers are fitted exactly under a wide prior and a low temperature."""
-    auto, made = AutoSampling(objective, num_draws=2), module(Gaussian(0.5, learned=True))
+    auto, made = AutoSampling(objective, num_draws=1), module(Gaussian(0.5, learned=True))
     data = DataLoader(TensorDataset(torch.randn(count, 4), torch.randn(count, 1)), 16)
     quiet_trainer(max_steps=10, callbacks=[auto]).fit(made, data, data)
     assert (auto.temperature, auto.prior_std) == expected
