@@ -61,7 +61,9 @@ def data_of(name: str, root: Path | None, seed: int) -> tuple[np.ndarray, np.nda
         return x, y
     assert root is not None
     if name == "airfoil":
-        table = np.loadtxt(find_file(root, "airfoil/airfoil.csv", "airfoil.csv", what="airfoil"), delimiter=",")
+        table = np.loadtxt(
+            find_file(root, "airfoil/airfoil.csv", "airfoil.csv", what="airfoil"), delimiter=",", skiprows=1
+        )
         return table[:, :-1], table[:, -1]
     path = find_file(root, f"uci_regression/{name}.npz", f"{name}.npz", what=f"the table '{name}'")
     x, y = read_arrays(path, ("x", "y"))
