@@ -1,4 +1,4 @@
-"""AutoSampling: a fixed sampler, step size and temperature; prior scale and weights by validation data."""
+"""AutoSampling: a fixed sampler and step size; prior scale, temperature and weights by validation data."""
 
 import functools
 from collections import defaultdict
@@ -73,7 +73,7 @@ WEIGHTS = "windows of the last draws, then stacking"
 
 
 class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
-    """Samples without a setting by hand: sampler, step size and temperature are fixed, validation data decide the rest.
+    """Samples without a setting by hand: sampler and step size are fixed, validation data decide the rest.
 
     A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
     `pSGHMC` samples at τ while its step size falls by a cosine to a share e, and draws are taken evenly:
@@ -82,23 +82,28 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     e is 0.3 for the cold samples of classes, so that they differ more, and 0.1 otherwise.
 
-    Two decisions use the validation data, none the test data:
+    Three decisions use the validation data, none the test data. The first two are made after a twentieth of the draws
+    and then after every tenth, until 70 % of them:
 
-    - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
-      them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
-      overconfident, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale sets how
-      confident the predictions are, and σ stays.
+    - The **prior** is N(0, σ²) with one σ for each chain. In classification a chain divides its σ by the calibration
+      temperature of its newest samples' average: above 1 they are overconfident, and the prior becomes tighter; below
+      1 it becomes looser. In regression σ stays.
+    - The **temperature** of a regression rises, up to 1, where noisy numbers are predicted too surely. Of the newest
+      samples' average let f be the factor by which standard deviations are too small, and s the share of the targets'
+      variance that its errors have, by their median. Then τ is multiplied by max(f, 1)^g, with g = 3 from s = 0.1 on,
+      0 up to 0.05, and linear between. A network that follows its data closely stays cold. In classification τ stays.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best. It starts from windows
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
-    Without validation data, which a warning says, σ stays at its start and the draws count alike. Below about a hundred
-    data that predicts better than to hold some of them out; above, the scale is a guess.
+    Without validation data, which a warning says, σ and τ stay as at the start and the draws count alike. Below about a
+    hundred data that predicts better than to hold some of them out; above, the scale is a guess.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
-    `summary.txt`: this callback with the scales that it chose as `prior_scales`, and the length that a budget gave as
-    `lengths`, which repeats them. At the default objective the draws are of a cold ensemble, not of the posterior.
+    `summary.txt`: this callback with its choices as `prior_scales` and `temperatures`, and the length that a budget
+    gave as `lengths`, which repeats them. At the default objective the draws are of a cold ensemble, and not of the
+    posterior.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1, or 45/N if that is more (below 450
@@ -112,11 +117,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         prior_std: σ at the start; None is 0.3, and 0.2 for "ood", or 1/√(0.025·N) where that is more (below some 400
             data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35. In regression it is 0.35, for "ood" 0.2,
             or 1/√(0.2·N) if that is more, up to 1; for "nll" 0.35·√(N/450) takes the place of 0.35 below 450 data.
-        temperature: τ; None is that of the objective.
+        temperature: τ, which stays; None begins at that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
             choice on validation data.
         lengths: [step, steps of the run] pairs by which an earlier run's budget gave its length, instead of the time.
+        temperatures: [step, τ] pairs of an earlier run of a regression, instead of the choice on validation data.
 
     Raises:
         ValueError: for an argument out of range; at the start of the fit, without an end of the run.

@@ -350,7 +350,7 @@ class TargetScaling:
         """
         if is_table(y):
             values = as_tensor("y", y)
-            return ((values.reshape(len(values), -1) - self.shift) / self.factor).float()
+            return ((values.reshape(len(values), math.prod(values.shape[1:])) - self.shift) / self.factor).float()
         if isinstance(y, np.ndarray) and (any(self.mean) or any(value != 1 for value in self.std)):
             raise ValueError(
                 "the targets are a NumPy array, and the run's targets were standardised, so their unit is unknown: "
