@@ -41,7 +41,7 @@ from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import excess_of_numbers, overconfidence
+from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_sample
@@ -416,10 +416,17 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         blocks, self._blocks = self._blocks, defaultdict(WeightedAverage)
         if self._num_scored >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None:
             return
-        if isinstance(pl_module.prior, HierarchicalPrior) and self.prior_scales is None:
-            self._adapt(pl_module, step, blocks, target)
-        if self._given[0] is None and self.temperatures is None:
-            self._heat(pl_module, step, blocks, target)
+        together = WeightedAverage()
+        for block in blocks.values():
+            together.add(block.terms, block.log_density, block.log_total)
+        noise = noise_share(pl_module.likelihood, together.terms, target)
+        if noise is None:
+            if isinstance(pl_module.prior, HierarchicalPrior) and self.prior_scales is None:
+                self._adapt(pl_module, step, blocks, target)
+        elif self._given[0] is None and self.temperatures is None:
+            factor = overconfidence(pl_module.likelihood, together.terms, target, SHRINKAGE_OF_NUMBERS)
+            if factor is not None:
+                self._heat(step, factor, noise)
 
     def _adapt(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
         """Set the prior's scale of each chain by its newest draws."""
@@ -429,15 +436,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
                 self._choose(module, chain, step, min(max(std, SMALLEST_STD), LARGEST_STD))
 
-    def _heat(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
-        """Raise the temperature of all chains, if their newest draws together are too sure of noisy numbers."""
-        together = WeightedAverage()
-        for block in blocks.values():
-            together.add(block.terms, block.log_density, block.log_total)
-        found = excess_of_numbers(module.likelihood, together.terms, target, SHRINKAGE_OF_NUMBERS)
-        if found is None:
-            return
-        (factor, noise), (least, whole) = found, NOISY
+    def _heat(self, step: int, factor: float, noise: float) -> None:
+        """Raise the temperature of all chains by the overconfidence of their newest draws together."""
+        least, whole = NOISY
         gain, now = GAIN * min(max((noise - least) / (whole - least), 0.0), 1.0), self._newest_temperature
         raised = float(f"{min(now * max(factor, 1.0) ** gain, 1.0):.4g}")
         if raised > now:

@@ -40,47 +40,62 @@ from lightning_sgmcmc.predictions.prediction import of_both
 from lightning_sgmcmc.tables import Columns, as_tensor
 from lightning_sgmcmc.tensors import exact, widest
 
-FACTORS = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
-"""Factors of confidence that are tried."""
-
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the temperature of class probabilities with the least NLL, above 1 for overconfident predictions, with
-    a prior N(0, prior_std²) of its logarithm, which stabilises it for few data; None for another kind.
+    """Return the factor with the least NLL of the data: above 1 for overconfident predictions.
 
-    Source: Guo et al. 2017, section 4.2.
+    Of class probabilities it is a temperature, also of soft labels and of several labels at once. Of numbers, counts
+    and bounds it stretches the normal score z = Φ⁻¹(P(Y ≤ y)), which is N(0, 1) if predictions are calibrated; without
+    a distribution function it stretches the standard deviation. A prior N(0, prior_std²) of its logarithm stabilises
+    it for few data. None for another kind of prediction.
+
+    Source: Guo et al. 2017, section 4.2; Dawid 1984 (the probability integral transform).
     """
     prediction = likelihood.prediction(terms, None)
-    if not isinstance(prediction, ClassPrediction):
+    factors = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
+    if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
+        probabilities, labels = _labels_of(likelihood, prediction, target)
+        nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
+    elif "cdf" in terms:
+        cdf, below = terms["cdf"], terms.get("cdf_below", terms["cdf"])
+        nll = [decisions.stretched_nll(cdf, below, factor) for factor in factors.tolist()]
+    elif isinstance(prediction, RegressionPrediction) and prediction.mean.numel() == target.numel():
+        mean, std = prediction.mean, prediction.std
+        numbers = target.reshape(mean.shape)
+        nll = [decisions.gaussian_nll(mean, std * factor, numbers) for factor in factors.tolist()]
+    else:
         return None
-    probabilities, labels = likelihood.scored(prediction, target)
-    nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in FACTORS.tolist()]
-    return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), FACTORS, len(target), prior_std)
+    if not all(map(math.isfinite, nll)):
+        return None
+    return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
 
 
-def excess_of_numbers(
-    likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float
-) -> tuple[float, float] | None:
-    """Return by which factor predictive standard deviations are too small, and the noise's share of the variance.
+def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) -> float | None:
+    """Return the part of the targets' variance that predictions of numbers leave, (1.48·median|y - mean|)²/var(y).
 
-    The factor is that of the least Gaussian NLL, with a prior N(0, prior_std²) of its logarithm. The share is
-    (1.48·median|y - mean|)²/var(y), the mean over outputs: a median, since noise is in all data, and a network that
-    fits well has large errors in a few. NaN targets are left out. None for counts, for targets that are bounds of
-    numbers, and without a finite standard deviation.
+    It is the mean over outputs, and None for classes; NaN targets are left out, and bounds count by their middle. The
+    median sees the usual datum, and not the few far ones of a network that fits well.
     """
     prediction = likelihood.prediction(terms, None)
-    if not isinstance(prediction, RegressionPrediction) or isinstance(prediction, CountPrediction):
+    if not isinstance(prediction, RegressionPrediction):
         return None
-    mean, std = prediction.mean.flatten(1), prediction.std.flatten(1)
-    if mean.numel() != target.numel() or not bool(torch.isfinite(std).all()):
-        return None
-    numbers = widest(target).reshape(mean.shape)
-    nll = [decisions.gaussian_nll(mean, std * factor, numbers) for factor in FACTORS.tolist()]
-    factor = decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), FACTORS, len(target), prior_std)
-    deviation = 1.4826 * (numbers - widest(mean)).abs().nanmedian(0).values
-    shares = deviation.square() / (numbers - numbers.nanmean(0)).square().nanmean(0)
-    shares = shares[torch.isfinite(shares)]  # an output without targets, or with constant ones, has none
-    return factor, float(shares.mean()) if len(shares) else 0.0
+    numbers = widest(target if target.numel() == prediction.mean.numel() else target.mean(-1))
+    numbers = numbers.reshape(prediction.mean.shape).flatten(1)
+    numbers = numbers.masked_fill(numbers.isinf(), math.nan)
+    deviation = 1.4826 * (numbers - widest(prediction.mean).flatten(1)).abs().nanmedian(0).values
+    variance = (numbers - numbers.nanmean(0)).square().nanmean(0)
+    return float((deviation.square() / variance)[variance > 0].nanmean().nan_to_num(0.0))
+
+
+def _labels_of(likelihood: Any, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities (m, K) and labels (m,), or the soft labels (m, K); several labels at once are m of two."""
+    if isinstance(prediction, MultiLabelPrediction):
+        probabilities, labels = likelihood.scored(prediction, target)
+        return of_both(probabilities).reshape(-1, 2), labels.flatten()
+    if target.is_floating_point() and target.shape == prediction.probabilities.shape:
+        return prediction.probabilities, target
+    found: tuple[Tensor, Tensor] = likelihood.scored(prediction, target)
+    return found
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -141,9 +156,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
     prediction = likelihood.prediction(terms, None)
     check_predictions(prediction, "calibrate")
     if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
-        probabilities, labels = likelihood.scored(prediction, target)
-        if isinstance(prediction, MultiLabelPrediction):
-            probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
+        probabilities, labels = _labels_of(likelihood, prediction, target)
         value = decisions.fit_temperature(probabilities, labels)
         if value <= decisions.SMALLEST * 1.001:
             value = 1.0  # at the bound all doubt about new data would be gone

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lightning_sgmcmc import Categorical
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
-from lightning_sgmcmc.likelihoods import Gaussian, Poisson
-from lightning_sgmcmc.posterior.calibration import excess_of_numbers, overconfidence
+from lightning_sgmcmc.likelihoods import Gaussian
+from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence
 
 
 def test_stacking_weights_are_the_optimum() -> None:
@@ -81,17 +81,13 @@ def test_few_data_hardly_move_the_overconfidence() -> None:
     assert 0.9 < (overconfidence(Categorical(), terms, torch.tensor([0, 0]), 0.15) or 0) <= 1
 
 
-def test_the_excess_of_numbers_is_what_was_put_in() -> None:
+def test_the_overconfidence_of_numbers_is_what_was_put_in() -> None:
     """Standard deviations that are half of the noise's, which is a fifth of the targets' variance; a NaN target has
     no part. The standard errors of 20,000 data are about 0.01 and 0.004, the step of the factors 4 %."""
     generator = torch.Generator().manual_seed(0)
     mean, noise = 2 * torch.randn(20_000, 1, generator=generator), torch.randn(20_000, 1, generator=generator)
-    target = mean + noise
+    target, likelihood = mean + noise, Gaussian(0.5)
     target[0] = torch.nan
-    found = excess_of_numbers(Gaussian(), Gaussian(0.5).terms(mean), target, 0.3)
-    assert found == (pytest.approx(2, rel=0.05), pytest.approx(0.2, abs=0.02))
-
-
-def test_counts_and_bounds_have_no_excess() -> None:
-    assert excess_of_numbers(Poisson(), Poisson().terms(torch.zeros(9, 1)), torch.ones(9, 1), 0.3) is None
-    assert excess_of_numbers(Gaussian(), Gaussian().terms(torch.zeros(9, 1)), torch.ones(9, 2), 0.3) is None
+    terms = likelihood.terms(mean) | likelihood.target_terms(mean, target)
+    assert overconfidence(likelihood, terms, target, 0.3) == pytest.approx(2, rel=0.05)
+    assert noise_share(likelihood, terms, target) == pytest.approx(0.2, abs=0.02)
