@@ -84,10 +84,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     Two decisions use the validation data, none the test data:
 
-    - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
-      them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
-      overconfident, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale sets how
-      confident the predictions are, and σ stays.
+    - The **prior** is N(0, σ²) with one σ for each chain. After 5 % of the draws, and then after each tenth of them
+      until 70 %, a chain divides its σ by the overconfidence of its newest samples' average. In classification that is
+      the calibration temperature: above 1 the prior becomes tighter, below 1 looser. In regression it is the factor
+      that the predictive standard deviation lacks. σ becomes only smaller there, down to 0.15, and where noise is more
+      than 15 % of the targets' variance: the noise scale sets how confident the predictions are.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best. It starts from windows
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
