@@ -43,6 +43,10 @@ ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=[?&]sig=)[^&\s]+")
 """The user of an address, and its signature."""
 SHAPED = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{16,}")
 """Texts that services issue as secrets, by their beginnings."""
+REMOTE = re.compile(r"(?!file:)[A-Za-z][\w+.:-]+://")
+"""The beginning of an address; one letter is a drive of Windows, as in C://runs."""
+LOCAL = re.compile(r"\Afile://(?:/(?=[A-Za-z]:[/\\]))?")
+"""The beginning of an address that is a path; none stands before a drive."""
 
 
 def megabytes(count: int) -> str:
@@ -60,7 +64,7 @@ def free_space(folder: Path) -> str:
 
 def is_remote(path: object) -> bool:
     """Return whether a path is the address of something that is not on a local disk, such as `s3://bucket/run`."""
-    return "://" in str(path) and not str(path).startswith("file://")
+    return REMOTE.match(str(path)) is not None
 
 
 def local_path(path: str | Path, argument: str, remedy: str) -> Path:
@@ -72,7 +76,16 @@ def local_path(path: str | Path, argument: str, remedy: str) -> Path:
 
 def plain_path(path: str | Path) -> Path:
     """Return the path that a local address (`file:///…`) names, and any other path as it is."""
-    return Path(str(path).removeprefix("file://"))
+    return Path(without_scheme(path))
+
+
+def without_scheme(path: str | Path) -> str:
+    """Return the text of a path, of an address `file:///run` or `file:///C:/run` without what is no path.
+
+    >>> without_scheme("file:///C:/run"), without_scheme("C:/run")
+    ('C:/run', 'C:/run')
+    """
+    return LOCAL.sub("", str(path))
 
 
 def is_regular(path: Path) -> bool:

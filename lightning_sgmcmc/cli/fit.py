@@ -27,7 +27,16 @@ from lightning_sgmcmc.chains.state import SUBJECTS
 from lightning_sgmcmc.chains.trainer import instances_of, is_trial, remote_root, run_folder
 from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError, no_folder_left_behind
-from lightning_sgmcmc.files import free_name, is_regular, is_remote, replacing, text_of, write_atomically, write_output
+from lightning_sgmcmc.files import (
+    free_name,
+    is_regular,
+    is_remote,
+    plain_path,
+    replacing,
+    text_of,
+    write_atomically,
+    write_output,
+)
 from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import (
     continue_run_of,
@@ -142,10 +151,10 @@ class SamplingCLI(LightningCLI):
             config.trainer.callbacks = _with_recommended(entries)
         if config.resume and path:
             raise Mistake("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
-        if path and path not in ("best", "last", "hpc") and "://" not in path:
-            if not Path(path).exists():
+        if path and path not in ("best", "last", "hpc") and not is_remote(path):
+            if not plain_path(path).exists():
                 raise Mistake(f"--ckpt_path={path} does not exist: pass a checkpoint, or --resume to find the newest")
-            if Path(path).is_file() and not zipfile.is_zipfile(path):
+            if plain_path(path).is_file() and not zipfile.is_zipfile(plain_path(path)):
                 raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
 
     def _parse_ckpt_path(self) -> None:

@@ -246,6 +246,28 @@ def test_a_configuration_is_read_as_an_editor_or_a_shell_has_written_it(
     assert yaml.safe_load(found.read_text(encoding="utf-8"))["trainer"]["max_steps"] == 100
 
 
+# -- paths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("C:/runs/a", "C:/runs/a"),
+        ("C://runs/a", "C://runs/a"),
+        (r"C:\\runs", r"C:\\runs"),
+        ("file:///C:/runs/a", "C:/runs/a"),
+        ("file:///home/me/a", "/home/me/a"),
+        ("s3://bucket/a", None),
+        ("hf://owner/name", None),
+        ("simplecache::s3://bucket/a", None),
+        ("gs+cache://bucket", None),
+    ],
+)
+def test_a_drive_is_no_protocol(path: str, expected: str | None) -> None:
+    assert files.is_remote(path) is (expected is None)
+    assert expected is None or files.without_scheme(path) == expected
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
