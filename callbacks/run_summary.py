@@ -48,6 +48,7 @@ from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
+from lightning_sgmcmc.process import printing_anything
 
 IN_SHORT = ("guessing", "single", "first_cycle", "bma")
 """Columns of the printed table."""
@@ -153,18 +154,20 @@ class RunSummary(SamplerCallback):
             with warning_of_failed_writes():
                 write_output(folder / SUMMARY, self._ended.text(self._sentences).encode())
         if self.show == "all":
-            print(self._ended.text(self._sentences), end="")
+            with printing_anything():
+                print(self._ended.text(self._sentences), end="")
         elif self.show == "summary":
             self.print_last()
 
     def print_last(self, table: bool = True) -> None:
         """Print the sentences, and the table, of the last fit or test; nothing before one ended."""
-        for sentence in self._sentences:
-            plain_console().print(sentence, highlight=False)
-        if table and self._ended is not None:
-            plain_console().print(self._ended.table(IN_SHORT))
-            if (where := self._ended.folder / SUMMARY).exists():
-                plain_console().print(f"The rest is in {shown_path(where)}", highlight=False)
+        with printing_anything():
+            for sentence in self._sentences:
+                plain_console().print(sentence, highlight=False)
+            if table and self._ended is not None:
+                plain_console().print(self._ended.table(IN_SHORT))
+                if (where := self._ended.folder / SUMMARY).exists():
+                    plain_console().print(f"The rest is in {shown_path(where)}", highlight=False)
 
     def _write_evaluation(self, folder: Path, trainer: pl.Trainer, module: ChainModel, stage: str, kind: str) -> None:
         """Write the per-datum results, for `sgmcmc compare`."""

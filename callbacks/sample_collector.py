@@ -281,8 +281,7 @@ class SampleCollector(SamplerCallback):
         """Delete files of dropped samples, except those that one of the last two checkpoints refers to."""
         self._retired |= dropped
         wanted = set().union(*self._known_to_checkpoints)
-        store.discard(self._retired - wanted)
-        self._retired &= wanted
+        self._retired = self._retired & wanted | store.discard(self._retired - wanted)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._exchange()
@@ -301,6 +300,9 @@ class SampleCollector(SamplerCallback):
             if trainer.is_global_zero:
                 self._store.discard(self._retired)
         self._release()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release()  # a fit that makes no step has no end of training
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(self._store, DiskStore):
@@ -350,7 +352,7 @@ class SampleCollector(SamplerCallback):
             state["samples"] = [{n: v for n, v in vars(s).items() if n != "shared"} for s in self._store]
         elif isinstance(self._store, DiskStore):
             records = self._store.records
-            state["path"] = str(self._store.path.absolute())
+            state["path"] = self._store.path.absolute().as_posix()  # which other systems read too
             state["run"] = self._store.run_id
             state["count"] = len(records)
             state["last_step"] = records[-1].step if records else 0

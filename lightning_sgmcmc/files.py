@@ -1,7 +1,9 @@
 """Reading and atomic writing of files, file sizes for messages, and secrets that no file is to hold."""
 
+import codecs
 import errno
 import json
+import locale
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +22,8 @@ TEMPORARY = ".sgmcmc.tmp"
 """How the names of files end that are being written."""
 LEFT_OVER = 600.0
 """Seconds after which a temporary file that nobody has written to is one of a process that was killed."""
+PATIENCE, PAUSE = 2.0, 0.02
+"""Seconds for which a change of files is tried again on Windows, and between two tries."""
 LONGEST_INTEGER = 20
 """Characters of an integer of 64 bits."""
 MASK = "HIDDEN"
@@ -38,6 +43,10 @@ ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=[?&]sig=)[^&\s]+")
 """The user of an address, and its signature."""
 SHAPED = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{16,}")
 """Texts that services issue as secrets, by their beginnings."""
+REMOTE = re.compile(r"(?!file:)[A-Za-z][\w+.:-]+://")
+"""The beginning of an address; one letter is a drive of Windows, as in C://runs."""
+LOCAL = re.compile(r"\Afile://(?:/(?=[A-Za-z]:[/\\]))?")
+"""The beginning of an address that is a path; none stands before a drive."""
 
 
 def megabytes(count: int) -> str:
@@ -55,7 +64,7 @@ def free_space(folder: Path) -> str:
 
 def is_remote(path: object) -> bool:
     """Return whether a path is the address of something that is not on a local disk, such as `s3://bucket/run`."""
-    return "://" in str(path) and not str(path).startswith("file://")
+    return REMOTE.match(str(path)) is not None
 
 
 def local_path(path: str | Path, argument: str, remedy: str) -> Path:
@@ -67,7 +76,16 @@ def local_path(path: str | Path, argument: str, remedy: str) -> Path:
 
 def plain_path(path: str | Path) -> Path:
     """Return the path that a local address (`file:///…`) names, and any other path as it is."""
-    return Path(str(path).removeprefix("file://"))
+    return Path(without_scheme(path))
+
+
+def without_scheme(path: str | Path) -> str:
+    """Return the text of a path, of an address `file:///run` or `file:///C:/run` without what is no path.
+
+    >>> without_scheme("file:///C:/run"), without_scheme("C:/run")
+    ('C:/run', 'C:/run')
+    """
+    return LOCAL.sub("", str(path))
 
 
 def is_regular(path: Path) -> bool:
@@ -109,6 +127,20 @@ def _parse_integer(text: str) -> int:
     return int(text)
 
 
+def text_of(content: bytes) -> str:
+    """Return the text of a file that a user may have written: UTF-8, UTF-16 with its mark, as PowerShell's ">" writes,
+    or the system's own encoding."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        own = locale.getpreferredencoding(False)
+        if codecs.lookup(own).name in ("utf-8", "ascii"):
+            raise
+        return content.decode(own)
+
+
 def write_atomically(path: Path, content: bytes | memoryview | Callable[[BinaryIO], Any], durable: bool = True) -> None:
     """Write a file into an existing folder so that a reader sees either the old or the new content, which may be
     written by a function; see `replacing`."""
@@ -132,13 +164,27 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         temporary.unlink(missing_ok=True)  # of an earlier process, or a link that someone left there
         yield temporary
-        os.replace(temporary, path)
+        patiently(partial(os.replace, temporary, path))
     except Exception as error:
         if isinstance(error, OSError) and error.strerror and error.filename2 is None:  # names none or another
             error.filename = str(path)
         with suppress(OSError):  # of a disk that is read-only by now
             temporary.unlink(missing_ok=True)
         raise
+
+
+def patiently(change: Callable[[], Any]) -> None:
+    """Rename or delete a file or folder; again for some time where Windows refuses, since a reader, a virus scanner or
+    an indexer may have opened it."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            change()
+            return
+        except PermissionError:
+            if os.name == "posix" or time.monotonic() > until:  # which allows that for open files
+                raise
+        time.sleep(PAUSE)
 
 
 def remove_left_over(folder: Path) -> None:

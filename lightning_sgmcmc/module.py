@@ -35,6 +35,7 @@ from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
+from lightning_sgmcmc.process import check_main_is_guarded
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
 
@@ -413,6 +414,7 @@ class BayesianModule(ChainModel):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
+        check_main_is_guarded()
         _undo_compilation(self)
         check_namespace(self.trainer)  # Lightning itself would fail over another's datamodule before any later hook
         settle_folders(self.trainer)

@@ -1,7 +1,9 @@
 """The process that a run shares with other libraries: its cores, their messages, and what they leave behind."""
 
 import logging
+import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +17,15 @@ from torch.utils.data import BatchSampler, DataLoader
 def usable_cores() -> int:
     """Return the number of cores that this process may use, ≥ 1."""
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def check_main_is_guarded() -> None:
+    """Raise where a process that is to load data runs the user's script again, as it does on macOS and Windows."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script
+        raise RuntimeError(
+            "a process of a data loader with num_workers > 0, or of a spawning strategy, runs this script again, as on "
+            "macOS and Windows: put what the script does below `if __name__ == '__main__':`, or use num_workers=0"
+        )
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -76,7 +87,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 
@@ -125,6 +136,20 @@ def without_messages(names: tuple[str, ...], beginnings: tuple[str, ...]) -> Ite
     finally:
         for handler in handlers:
             handler.removeFilter(keeps)
+
+
+@contextmanager
+def printing_anything() -> Iterator[None]:
+    """Print "?" for characters that the output's encoding lacks, such as τ in a file on Windows, and raise no error."""
+    stream: Any = sys.stdout
+    strict = getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure")
+    if strict:
+        stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        if strict and not stream.closed:
+            stream.reconfigure(errors="strict")
 
 
 # -- what Lightning leaves ---------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def _run_configuration(path: Path, options: Options) -> None:
         newest = max(options.out.glob("checkpoints/*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
         changed += [] if newest is None else [f"--ckpt_path={newest}"]
     run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger, *changed, *_own_flags(path)])
-    written = json.loads(results.read_text()) | {"recipe": path.stem, "scale": options.scale}
-    results.write_text(json.dumps(written, indent=2) + "\n")
+    written = json.loads(results.read_bytes()) | {"recipe": path.stem, "scale": options.scale}
+    results.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def _own_flags(path: Path) -> list[str]:

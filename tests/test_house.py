@@ -243,6 +243,45 @@ def test_float64_is_made_where_the_device_has_it() -> None:
     assert unused == []
 
 
+def opens_text(tree: ast.Module) -> list[int]:
+    """Return the lines that read or write text in the system's own encoding, which is not UTF-8 on Windows."""
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+        is_text = not any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in given)
+        opens = isinstance(node.func, ast.Name) and name == "open" and is_text
+        pipes = any(k.arg in ("text", "universal_newlines") and ast.unparse(k.value) == "True" for k in node.keywords)
+        if opens or pipes or (name == "read_text" and not node.args) or (name == "write_text" and len(node.args) < 2):
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("open(path)", True),
+        ("open(path, 'w')", True),
+        ("open(path, mode='a')", True),
+        ("open(path, 'rb')", False),
+        ("open(path, encoding='utf-8')", False),
+        ("path.read_text()", True),
+        ("path.read_text('utf-8')", False),
+        ("path.write_text(text)", True),
+        ("path.write_text(text, encoding='utf-8')", False),
+        ("subprocess.run(command, text=True)", True),
+    ],
+)
+def test_text_without_an_encoding_is_found(line: str, is_found: bool) -> None:
+    assert bool(opens_text(ast.parse(line))) is is_found
+
+
+def test_text_files_name_their_encoding() -> None:
+    assert [f"{shown(path)}:{line}" for path in python_files(*LIBRARY) for line in opens_text(parsed(path))] == []
+
+
 def test_every_package_says_what_it_offers() -> None:
     lacking = []
     for path in python_files(*LIBRARY):

@@ -254,7 +254,7 @@ def _has(holder: Any, key: Any) -> bool:
 def _identity(path: Path) -> tuple[str, int, int] | None:
     """Return what two processes see alike if a path is the same file of one machine's kernel to both."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     except OSError:
         boot = socket.gethostname()
     try:

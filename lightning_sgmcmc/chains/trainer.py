@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_sgmcmc.chains.callback import Place, RunCallback
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.files import MASK, is_remote, is_secret, text_without_secrets
+from lightning_sgmcmc.files import MASK, is_remote, is_secret, text_without_secrets, without_scheme
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
 
@@ -220,7 +220,7 @@ def _make_absolute(attributes: dict[str, Any] | None, names: tuple[str, ...]) ->
         return
     for name in names:
         value = attributes.get(name)
-        local = str(value).removeprefix("file://")
+        local = without_scheme(str(value))
         if isinstance(value, str | Path) and local[:1] not in ("", "~", "$") and not is_remote(local):
             attributes[name] = type(value)(os.path.abspath(local))
 
@@ -248,7 +248,7 @@ def run_folder(trainer: pl.Trainer) -> Path:
     """
     if trainer in EVALUATIONS:
         return Path(trainer.strategy.broadcast(str(EVALUATIONS[trainer][0])))
-    folder = _folder_of(trainer).removeprefix("file://")
+    folder = without_scheme(_folder_of(trainer))
     if is_remote(folder):
         parts = folder.partition("://")[2].replace("..", "").split("/")
         folder = os.path.join("sgmcmc", *(part for part in parts if part))

@@ -17,6 +17,7 @@ from pathlib import Path
 from lightning_sgmcmc.checks import similar
 from lightning_sgmcmc.namespace import pl
 from lightning_sgmcmc.posterior.lock import LOCK, InUseError, is_in_use, lock_alone, lock_shared
+from lightning_sgmcmc.process import printing_anything
 
 MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 
@@ -80,7 +81,8 @@ def one_sentence(command: str, debug: bool = False, steps: Callable[[], int] = l
     After the first of a run's steps only an error of this package is one, since other code's needs its traceback.
     """
     try:
-        yield
+        with printing_anything():
+            yield
     except Exception as error:
         begun = steps() > 0
         known = isinstance(error, Mistake | NoSamplesError | argparse.ArgumentError)

@@ -9,11 +9,12 @@ import shlex
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jsonargparse
 import yaml
 from jsonargparse import Namespace
 from rich.table import Table
@@ -26,7 +27,16 @@ from lightning_sgmcmc.chains.state import SUBJECTS
 from lightning_sgmcmc.chains.trainer import instances_of, is_trial, remote_root, run_folder
 from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError, no_folder_left_behind
-from lightning_sgmcmc.files import free_name, is_regular, is_remote, replacing, write_atomically, write_output
+from lightning_sgmcmc.files import (
+    free_name,
+    is_regular,
+    is_remote,
+    plain_path,
+    replacing,
+    text_of,
+    write_atomically,
+    write_output,
+)
 from lightning_sgmcmc.fit.checks import why_without_samples
 from lightning_sgmcmc.fit.folder import (
     continue_run_of,
@@ -141,10 +151,10 @@ class SamplingCLI(LightningCLI):
             config.trainer.callbacks = _with_recommended(entries)
         if config.resume and path:
             raise Mistake("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
-        if path and path not in ("best", "last", "hpc") and "://" not in path:
-            if not Path(path).exists():
+        if path and path not in ("best", "last", "hpc") and not is_remote(path):
+            if not plain_path(path).exists():
                 raise Mistake(f"--ckpt_path={path} does not exist: pass a checkpoint, or --resume to find the newest")
-            if Path(path).is_file() and not zipfile.is_zipfile(path):
+            if plain_path(path).is_file() and not zipfile.is_zipfile(plain_path(path)):
                 raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
 
     def _parse_ckpt_path(self) -> None:
@@ -315,7 +325,7 @@ def _check_config_files(arguments: list[str]) -> None:
         if not path.is_file():
             raise Mistake(f"there is no file {path} to configure the run: `sgmcmc example > example.yaml` makes one")
         try:
-            content = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
+            content = yaml.load(text_of(path.read_bytes()), _OnceLoader)
         except yaml.MarkedYAMLError as error:
             line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
             what = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
@@ -325,6 +335,23 @@ def _check_config_files(arguments: list[str]) -> None:
         if not isinstance(content, dict):
             kind = "nothing" if content is None else f"a {type(content).__name__}"
             raise Mistake(f"{path} holds {kind}, but a configuration has keys and values (model, data, trainer)")
+
+
+@contextmanager
+def _reading_any_encoding() -> Iterator[None]:
+    """Let jsonargparse read configurations as `_check_config_files` does: Windows' own encoding is not UTF-8."""
+    paths: Any = jsonargparse.Path
+    own = paths.read_text
+
+    def read_text(self: Any) -> str:
+        path = Path(self.absolute)
+        return text_of(path.read_bytes()) if path.is_file() else str(own(self))
+
+    paths.read_text = read_text
+    try:
+        yield
+    finally:
+        paths.read_text = own
 
 
 def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda trainer: None) -> None:
@@ -338,7 +365,8 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
     known = SamplingCLI.subcommands()
     asked: set[str] = {name for name in arguments[:1] if name in known} if isinstance(arguments, list) else set()
     known = {name: known[name] for name in asked or known}
-    with warnings.catch_warnings(), without_messages((pl.__name__, fabric.__name__), NOT_OF_THE_RUN):
+    silent = without_messages((pl.__name__, fabric.__name__), NOT_OF_THE_RUN)
+    with warnings.catch_warnings(), silent, _reading_any_encoding():
         for message in OF_LIGHTNING:
             warnings.filterwarnings("ignore", message=message)
         SamplingCLI(
@@ -418,7 +446,7 @@ def write_repeating_configuration(trainer: pl.Trainer) -> None:
     auto = next(iter(instances_of(trainer, AutoSampling)), None)
     if auto is None or not trainer.is_global_zero or not (folder / CONFIG).exists() or not auto.chosen:
         return
-    config = yaml.safe_load((folder / CONFIG).read_text())
+    config = yaml.safe_load((folder / CONFIG).read_bytes())
     entries, entry = config["trainer"]["callbacks"], auto.as_configuration()
     config["trainer"]["callbacks"] = [entry if one.get("class_path") == AUTO else one for one in entries]
     config |= {"auto": False, "budget": None}
@@ -450,11 +478,10 @@ class ConfigFile(SaveConfigCallback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"skip_unset": False, "multifile": False, "overwrite": True}
+        text = self.parser.dump(self.config, skip_unset=False)  # `save` writes the system's own encoding
         path = folder / CONFIG
         with replacing(path) as temporary:  # at every moment there is a whole file of this name
-            self.parser.save(self.config, temporary, **options)
-            temporary.write_text(with_public_names(temporary.read_text()))
+            temporary.write_text(with_public_names(text), encoding="utf-8")
             if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
                 write_output(free_name(path), earlier)
 
@@ -479,7 +506,7 @@ def run_baselines(trainer: pl.Trainer, module: BayesianModule, run: Callable[[di
     if trainer.world_size > 1:
         rank_zero_warn("--baselines trains on one device, and this run had several processes: none is trained.")
         return
-    config = yaml.safe_load((folder / CONFIG).read_text())
+    config = yaml.safe_load((folder / CONFIG).read_bytes())
     arguments = config["model"].get("init_args", {})
     if not {"sampler", "lr", "prior", "num_chains"} <= arguments.keys():
         rank_zero_warn("--baselines changes sampler, lr, prior and num_chains, which the model's class does not take.")
@@ -535,14 +562,14 @@ def _configuration_of_baseline(
 
 def _add_rows(folder: Path, baseline: Path, name: str) -> None:
     """Add a baseline's average to the run's rows, under the baseline's name."""
-    results, other = (json.loads((place / RESULTS).read_text()) for place in (folder, baseline))
+    results, other = (json.loads((place / RESULTS).read_bytes()) for place in (folder, baseline))
     results["rows"] += [row | {"method": name, "error": None} for row in other["rows"] if row["method"] == "bma"]
     rows = [[row["method"], row["metric"], f"{row['value']:.4f}"] for row in results["rows"]]
     write_results(folder, results, markdown_table(["method", "metric", "value"], rows))
 
 
 def _print_baselines(folder: Path) -> None:
-    results = json.loads((folder / RESULTS).read_text())
+    results = json.loads((folder / RESULTS).read_bytes())
     values = {(row["method"], row["metric"]): row["value"] for row in results["rows"]}
     methods = [method for method in ("guessing", "single", "bma", *MEMBERS) if any(key[0] == method for key in values)]
     metrics = [metric for method, metric in values if method == "sgd"]

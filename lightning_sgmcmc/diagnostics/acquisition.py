@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.tensors import exact, widest
+from lightning_sgmcmc.tensors import exact, sent, widest
 
 MOST_CONFIGURATIONS = 10_000
 """Joint labels of the chosen data that are enumerated; of more, so many are drawn."""
@@ -51,7 +51,7 @@ def batch_bald(
 
     Source: Kirsch et al. 2019 (BatchBALD), sections 3.2 and 3.3.
     """
-    p, w = widest(probabilities), widest(weights).to(probabilities.device)
+    p, w = widest(probabilities), sent(widest(weights), probabilities.device)
     conditional = torch.einsum("s,sn->n", w, torch.special.entr(p).sum(-1))
     chosen: list[int] = []
     scores: list[float] = []
@@ -148,7 +148,7 @@ def information_of_numbers(mean: Tensor, variance: Tensor, weights: Tensor) -> T
 
 def _rows(mean: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
     """Return Λ^(-1/2)·√w_s·(μ_s - μ), shape (n, D, S), whose product with its transpose is Λ^(-1/2)·C·Λ^(-1/2)."""
-    w = widest(weights).to(mean.device)
+    w = sent(widest(weights), mean.device)
     mu, noise = widest(mean), torch.einsum("s,snd->nd", w, widest(variance))
     centred = mu - torch.einsum("s,snd->nd", w, mu)
     return (centred * w.sqrt()[:, None, None] / noise.sqrt()).permute(1, 2, 0)

@@ -66,7 +66,7 @@ class PerDatumScores:
         if earlier is None or len(earlier.density) != len(own):
             return own
         before = widest(earlier.density)
-        return before + (own.detach().to(before) - before) / (index + 1)
+        return before + (own.detach().cpu().to(before) - before) / (index + 1)
 
     def _keep(self, name: str, density: Tensor, index: int, if_lower: bool = False) -> None:
         nll = -float(density.mean())

@@ -437,7 +437,7 @@ def _git(folder: Path | None, *command: str) -> str:
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=5,
         check=True,
     )

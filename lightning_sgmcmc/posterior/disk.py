@@ -22,6 +22,7 @@ from lightning_sgmcmc.files import (
     free_space,
     is_regular,
     make_folder,
+    patiently,
     read_regular,
     remove_left_over,
     write_atomically,
@@ -348,8 +349,8 @@ class DiskStore(SampleStore):
         if held is not None:
             tensors = load(held)
             return self._read({name: tensors[f"parameter.{name}"] for name in names})
-        with self._open(index) as file:  # the others stay on disk
-            return self._read({name: file.get_tensor(f"parameter.{name}") for name in names})
+        with self._open(index) as file:  # the others stay on disk; a tensor that is not copied keeps the file mapped
+            return self._read({name: file.get_tensor(f"parameter.{name}").clone() for name in names})
 
     @contextmanager
     def _open(self, index: int) -> Iterator[Any]:
@@ -414,11 +415,19 @@ class DiskStore(SampleStore):
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
         return aside
 
-    def discard(self, files: set[str]) -> None:
-        """Delete sample files that are not in the manifest; nothing else is deleted."""
+    def discard(self, files: set[str]) -> set[str]:
+        """Delete sample files that are not in the manifest, and nothing else; return those that are left since another
+        process has opened them, which Windows refuses."""
+        left = set()
         for file in files:
             if manifest.SAMPLE_NAME.fullmatch(file) and is_regular(self.path / file):
-                (self.path / file).unlink(missing_ok=True)
+                try:
+                    (self.path / file).unlink(missing_ok=True)
+                except PermissionError:
+                    if os.name == "posix":
+                        raise
+                    left.add(file)
+        return left
 
     def _content(self, records: Iterable[SampleRecord], run: str) -> bytes:
         said = replace(self._manifest, run=run, columns=self.columns, records=list(records))
@@ -509,7 +518,16 @@ def begin_store(
     remove_left_over(path)
     if (path / manifest.MANIFEST).exists():
         aside = manifest.next_aside(path)
-        path.rename(aside)
+        if os.name != "posix":  # Windows moves no folder with an open file, so another fit's either
+            lock.release()
+        try:
+            patiently(partial(path.rename, aside))
+        except PermissionError as error:
+            raise PermissionError(
+                error.errno,
+                f"the samples of an earlier run in {path} cannot be moved to {aside} ({error.strerror}): close the "
+                "programs that have one of its files open, or pass another dirpath",
+            ) from error
         flush_folder(path.parent)
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()

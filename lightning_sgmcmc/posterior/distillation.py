@@ -340,7 +340,7 @@ class Compression:
     def __str__(self) -> str:
         parts = [f"NLL {self.nll_loss:+.4f} ± {self.standard_error:.4f}"]
         parts += [
-            f"{name} {self.whole[name]:.3f} → {self.chosen[name]:.3f}"
+            f"{name} {self.whole[name]:.3f} to {self.chosen[name]:.3f}"
             for name in self.whole
             if name.startswith(("coverage", "accuracy", "auroc"))
         ]

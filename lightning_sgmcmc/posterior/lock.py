@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import time
 from pathlib import Path
@@ -15,8 +16,13 @@ try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
+msvcrt: Any = None
+with contextlib.suppress(ImportError):  # not Windows
+    msvcrt = importlib.import_module("msvcrt")
 
 LOCK = ".lock"
+LOCKED_BYTE = 2**30
+"""Windows locks bytes, here one behind the content, which others may then read."""
 HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
 TRIES, PAUSE = 6, 0.02
 """A reader that looks whether a fit is running holds the lock for some microseconds: so it is tried again."""
@@ -27,7 +33,7 @@ class InUseError(RuntimeError):
 
 
 class StoreLock:
-    """Holds a folder for one fit, by a lock (`flock`) of the open file `.lock`; the folder is made if needed.
+    """Holds a folder for one fit, by a lock of the open file `.lock`; the folder is made if needed.
 
     Another fit of this process raises an error like one of another process. The lock ends with the process;
     processes forked later do not have it. Where the file system has none, only fits of this process raise an error.
@@ -40,7 +46,7 @@ class StoreLock:
                 make_folder(path)
                 if os.path.lexists(path / LOCK):
                     check_regular(path / LOCK)  # not a link to another file, which would be emptied
-                self._file = open(path / LOCK, "a+")  # noqa: SIM115, it stays open as long as the lock is held
+                self._file = open(path / LOCK, "ab+", buffering=0)  # noqa: SIM115, it stays open as long as the lock is held
             except OSError as error:
                 raise unusable(path, error) from error
             self._take(path)
@@ -48,8 +54,7 @@ class StoreLock:
                 break
             self._file.close()  # the folder was moved meanwhile
         self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        self._file.write(f"{os.getpid()}\n".encode())
         _HELD.add(self)
 
     def _take(self, path: Path) -> None:
@@ -58,7 +63,7 @@ class StoreLock:
         except OSError as error:
             if error.errno in HELD_ELSEWHERE or any(held._is_file_of(path) for held in list(_HELD)):
                 self._file.seek(0)
-                owner = self._file.read().strip() or "unknown"
+                owner = self._file.read().decode(errors="replace").strip() or "unknown"
                 self._file.close()
                 by = "another fit of this process" if owner == str(os.getpid()) else f"another process (id {owner})"
                 raise InUseError(
@@ -83,6 +88,7 @@ class StoreLock:
             return
         with contextlib.suppress(OSError):  # a disk that fails must not hide why the fit has ended
             self._file.truncate(0)
+            _unlock(self._file)
         self._file.close()
 
 
@@ -91,16 +97,32 @@ _HELD: WeakSet[StoreLock] = WeakSet()
 
 
 def _lock(file: Any) -> None:
-    if fcntl is None:
-        raise OSError(errno.ENOTSUP, "this system has no file locks")
     for remaining in reversed(range(TRIES)):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_at_once(file)
             return
         except OSError as error:
             if error.errno not in HELD_ELSEWHERE or not remaining:
                 raise
         time.sleep(PAUSE)
+
+
+def _lock_at_once(file: Any, shared: bool = False) -> None:
+    """Lock an open file, or raise OSError; Windows has no shared locks of this kind."""
+    if fcntl is not None:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    elif msvcrt is not None:
+        os.lseek(file.fileno(), LOCKED_BYTE, os.SEEK_SET)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        raise OSError(errno.ENOTSUP, "this system has no file locks")
+
+
+def _unlock(file: Any) -> None:
+    """Unlock a file that is about to be closed, which Windows does some time later."""
+    if fcntl is None and msvcrt is not None:
+        os.lseek(file.fileno(), LOCKED_BYTE, os.SEEK_SET)
+        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
 
 
 def _leave_all_to_parent() -> None:
@@ -115,12 +137,13 @@ if hasattr(os, "register_at_fork"):
 
 def is_in_use(path: Path) -> bool:
     """Return whether a fit, of this process or another one, holds a folder; False where that cannot be known."""
-    if fcntl is None or not is_regular(path / LOCK):
+    if not is_regular(path / LOCK):
         return False
     try:
-        with open(path / LOCK, "rb") as file:
+        with open(path / LOCK, "rb", buffering=0) as file:
             if file.read(1):  # a fit that has ended leaves it empty, a killed one does not
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                _lock_at_once(file, shared=True)
+                _unlock(file)
     except OSError as error:
         return error.errno in HELD_ELSEWHERE
     return False

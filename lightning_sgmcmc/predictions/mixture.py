@@ -273,7 +273,7 @@ def labels_of(probabilities: Tensor, generator: torch.Generator) -> Tensor:
         )
     uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64)
     total = widest(probabilities).cumsum(-1)
-    below = total < (uniform.to(probabilities.device) * total[..., -1])[..., None]
+    below = total < (sent(uniform, probabilities.device) * total[..., -1])[..., None]
     return below.sum(-1)
 
 

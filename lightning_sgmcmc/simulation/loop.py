@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.compiling import has_compiler
+from lightning_sgmcmc.compiling import compiled_if_possible, has_compiler
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -127,7 +127,8 @@ class LightLoop:
 
 
 def compiled_block(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a bound method that makes a block of steps, compiled for good: all blocks have the same shapes."""
+    """Return a bound method that makes a block of steps, compiled for good where that works: all blocks have the same
+    shapes."""
     assert isinstance(method, MethodType)
     options: dict[str, Any] = {"cpp_wrapper": True} if device.type == "cpu" else {}
     # The guards on all that the parts hold would take longer than some steps; torch before 2.9 has no such option.
@@ -137,7 +138,9 @@ def compiled_block(method: Callable[..., Any], device: torch.device) -> Callable
     function = method.__func__
     assert isinstance(function, FunctionType)
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(MethodType(own, method.__self__), dynamic=False, fullgraph=True, options=options)
+    bound = MethodType(own, method.__self__)
+    # A compiler that is found may not work, as on a Mac without Xcode's command line tools.
+    return compiled_if_possible("a block of steps", bound, dynamic=False, fullgraph=True, options=options)
 
 
 def compiles_blocks(asked: bool | None, steps: int, rule: Sampler, device: torch.device) -> bool:

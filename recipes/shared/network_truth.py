@@ -27,7 +27,7 @@ def truth(name: str) -> dict[str, Any]:
 
     "between" is the mean distance of two chains of the reference, "nll" that of its average on the test data.
     """
-    return {key: np.array(value) for key, value in json.loads(FILE.read_text())[name].items()}
+    return {key: np.array(value) for key, value in json.loads(FILE.read_bytes())[name].items()}
 
 
 def distance(values: Array, weights: Array, name: str) -> float:

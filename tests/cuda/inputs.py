@@ -1,12 +1,13 @@
-"""Dict batches on the stand-in, which has no LSTM: the steps and predictions of the CPU."""
+"""Dict batches on the stand-in, which has no LSTM: the steps and predictions of the CPU; and posteriors there."""
 
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, bayesianize
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.cuda.stand_in import StandIn
@@ -54,4 +55,37 @@ def several_inputs_are_those_of_the_cpu(device: StandIn) -> None:
         assert torch.allclose(predicted, expected, atol=1e-4), kind
 
 
-CHECKS = {check.__name__: check for check in (several_inputs_are_those_of_the_cpu,)}
+def _told(likelihood: Any, outputs: int, device: str) -> dict[str, Tensor]:
+    """Return what five networks on a device say of data."""
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        {"weight": torch.randn(outputs, 3, generator=generator), "bias": torch.randn(outputs, generator=generator)}
+        for _ in range(5)
+    ]
+    x = torch.randn(40, 3, generator=generator)
+    y = (x.sum(1) > 0).long() if isinstance(likelihood, Categorical) else x.sum(1, keepdim=True)
+    data = DataLoader(TensorDataset(x, y), 20)
+    posterior = Posterior.from_states(nn.Linear(3, outputs), states, likelihood, device=device)
+    prediction, acquired = posterior.predict(x), posterior.acquire(x, 3)
+    few = posterior.compress(2, data)
+    return {
+        "nll": torch.tensor(posterior.evaluate(data).bma["nll"]),
+        "acquired": acquired.scores,
+        "of few": few.predict(x).total,
+        "drawn": torch.tensor(prediction.sample(4).shape),
+        "quantile": prediction.quantile(0.3),
+        "joint": torch.tensor(posterior.joint_nll(data).nll),
+    }
+
+
+def a_posterior_tells_what_it_tells_on_the_cpu(device: StandIn) -> None:
+    """Evaluations, choices of data and of samples, and draws, of classes and of numbers."""
+    for likelihood, outputs in ((Categorical(), 3), (Gaussian(0.5), 1)):
+        own, other = (_told(likelihood, outputs, place) for place in ("cuda", "cpu"))
+        for name, value in own.items():
+            assert torch.allclose(value.cpu().double(), other[name].double(), rtol=1e-3, atol=1e-3), name
+
+
+CHECKS = {
+    check.__name__: check for check in (several_inputs_are_those_of_the_cpu, a_posterior_tells_what_it_tells_on_the_cpu)
+}

@@ -21,7 +21,7 @@ from lightning_sgmcmc.samplers import (
     pSGHMC,
     pSGLD,
 )
-from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, densities, sample_sum, simulate
+from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, densities, loop, sample_sum, simulate
 from lightning_sgmcmc.simulation.loop import has_compiler
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
 from tests.support.kinetic import ubu_variance
@@ -265,3 +265,19 @@ def test_bad_input_is_refused(options: dict[str, Any], said: str) -> None:
 def test_a_device_without_float64_is_refused() -> None:
     with pytest.raises(ValueError, match=r"device must have float64.* got mps: use device='cpu'"):
         simulate(NORMAL, lr=0.1, num_steps=2, num_chains=2, device="mps")
+
+
+def test_a_compiler_that_does_not_work_leaves_the_steps_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac has a `clang++` that only says what to install."""
+
+    def shim(*_: Any) -> Any:
+        raise RuntimeError("xcrun: error: invalid active developer path")
+
+    options: dict[str, Any] = {"lr": 0.05, "num_steps": 2_500, "num_chains": 2, "seed": 1}
+    expected = simulate(MIXTURE, SGLD, compile=False, **options)
+    monkeypatch.setattr(torch, "compile", lambda *_, **options: shim)
+    monkeypatch.setattr(loop, "WORTH_COMPILING", 1_000)
+    monkeypatch.setattr(loop, "has_compiler", lambda: True)
+    with pytest.warns(UserWarning, match="fails on a block of steps.*xcrun: error.*compile=False leaves it out"):
+        run = simulate(MIXTURE, SGLD, **options)
+    assert torch.equal(run.last, expected.last)
