@@ -54,9 +54,9 @@ from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
 """Shares of the draws: before the first change of a prior's scale, between later ones, and after which it stays."""
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
-NOISY, SMALLEST_NOISY_STD = (0.15, 0.25), 0.15
-"""In regression, shares of the targets' variance: noise from which the scale changes, and from which by the whole
-factor; and the least scale."""
+NOISY, SMALLEST_NOISY_STD = (0.15, 0.25), 0.2
+"""In regression, shares of the targets' variance: noise from which scale and temperature change, and from which by the
+whole factor, up to a temperature of 1; and the least scale."""
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
 LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
@@ -82,12 +82,14 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     e is 0.3 for the cold samples of classes, so that they differ more, and 0.1 otherwise.
 
-    Two decisions use the validation data, none the test data:
+    Three decisions use the validation data, none the test data:
 
-    - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
-      them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
-      overconfident, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale sets how
-      confident the predictions are, and σ stays.
+    - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every tenth of the draws until 70 %
+      of them, a chain divides its σ by the calibration temperature of its newest samples' average: above 1 they are
+      overconfident, and the prior becomes tighter; below 1 it becomes looser. For numbers, counts and durations it
+      becomes tighter only, as far as 0.2, and only if the inputs leave more than 15 % of the targets' variance.
+    - The **temperature** of such noisy numbers rises after the first draws, to 1 from 25 % of their variance on, and σ
+      falls to 0.2. Where τ is low a network fits the noise, so that intervals are far too narrow.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best. It starts from windows
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
@@ -112,11 +114,13 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         prior_std: σ at the start; None is 0.3, and 0.2 for "ood", or 1/√(0.025·N) where that is more (below some 400
             data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35. In regression it is 0.35, for "ood" 0.2,
             or 1/√(0.2·N) if that is more, up to 1; for "nll" 0.35·√(N/450) takes the place of 0.35 below 450 data.
-        temperature: τ; None is that of the objective.
+        temperature: τ; None is that of the objective, and for "nll" of noisy numbers a choice on validation data.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
             choice on validation data.
         lengths: [step, steps of the run] pairs by which an earlier run's budget gave its length, instead of the time.
+        temperatures: [step, τ] pairs of an earlier run's `auto.yaml`, instead of the choice on validation data. A given
+            `temperature` stays, too.
 
     Raises:
         ValueError: for an argument out of range; at the start of the fit, without an end of the run.
@@ -146,6 +150,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         lr: float = 0.01,
         prior_scales: Sequence[Sequence[Sequence[float]]] | None = None,
         lengths: Sequence[Sequence[int]] | None = None,
+        temperatures: Sequence[Sequence[float]] | None = None,
     ) -> None:
         check_choice("objective", objective, ("nll", "ood", "both"))
         check_count("num_draws", num_draws, optional=False)
@@ -163,6 +168,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.lr = lr
         self.prior_scales = prior_scales
         self.lengths = lengths
+        self.temperatures = temperatures
         self._given = (temperature, prior_std)
         self._start_std = 0.0
         self._lr_share = LR_SHARE
@@ -185,6 +191,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         """The draws of the part at temperature 1, in host memory."""
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
+        self._noise: dict[int, float] = {}
+        """The noise share of each chain's first block of draws."""
+        self.heated: list[tuple[int, float]] = [(int(step), own) for step, own in self.temperatures or ()]
+        """The temperatures that take the place of τ, and the draws' steps after which they hold."""
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
@@ -323,7 +333,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
         if step > stages.switch:  # what is measured of the stage of sampling, is of the samples that predict
             return StepControls(stages.lr_factor(step), 1.0, Stage.EXPLORATION)
-        return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
+        heat = [own for begin, own in self.heated if begin < step + self._saved_warm_steps]
+        return StepControls(stages.lr_factor(step), heat[-1] if heat else None, Stage.SAMPLING)
 
     @property
     def seconds(self) -> float | None:
@@ -401,12 +412,24 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if factor is None:
             return
         std, smallest = self.chosen[chain][-1][1], SMALLEST_STD
-        if not isinstance(module.likelihood, ClassLikelihood):
+        noise = noise_share(module.likelihood, block.terms, target)
+        if noise is not None:
             least, whole = NOISY
-            share = (noise_share(module.likelihood, block.terms, target) - least) / (whole - least)
-            factor = max(factor, 1.0) ** min(max(share, 0.0), 1.0)
-            smallest = min(SMALLEST_NOISY_STD, std)
+            # A network that is not trained yet leaves much too, without overconfidence.
+            share = min(max((noise - least) / (whole - least), 0.0), 1.0) if factor > 1 else 0.0
+            factor, smallest = factor**share, min(SMALLEST_NOISY_STD, std)
+            if count == first and self._given[0] is None and self.temperatures is None:
+                factor = max(std / HOT_STD, 1.0) ** share
+                self._heat(module, sample, share)
         self._choose(module, sample, min(max(std / min(max(factor, 0.5), 2.0), smallest), LARGEST_STD))
+
+    def _heat(self, module: ChainModel, sample: PosteriorSample, share: float) -> None:
+        """Raise the temperature towards 1 by the noise that the first block of each chain has shown, once for all."""
+        assert self.temperature is not None
+        self._noise[sample.chain] = share
+        mean = sum(self._noise.values()) / len(self._noise)
+        if len(self._noise) == module.chains.layout.total_chains and mean > 0:
+            self.heated.append((sample.step, float(f"{self.temperature ** (1 - mean):.3g}")))
 
     def _choose(self, module: ChainModel, sample: PosteriorSample, std: float) -> None:
         self.chosen[sample.chain].append((sample.step, float(f"{std:.4g}")))
@@ -469,6 +492,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
         lengths = None if self.budget is None else [list(pair) for pair in self._budget.lengths]
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales, "lengths": lengths}
+        if self.heated:
+            arguments["temperatures"] = [list(pair) for pair in self.heated]
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
     def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
@@ -489,7 +514,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         told = ""
         if posterior.novelty is not None:
             told = f"; mutual information by {len(posterior.novelty)} samples at temperature 1, prior std {HOT_STD:g}"
-        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {weights}{told}{where}")
+        temperature = self.heated[-1][1] if self.heated else self.temperature
+        rank_zero_info(f"AutoSampling: {prior}, temperature {temperature:g}, {weights}{told}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -498,6 +524,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._budget.restore(saved["budget_steps"], saved.get("budget_lengths", ()))
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._counts.update(saved["counts"])
+            self._noise, self.heated = dict(saved.get("noise", {})), list(saved.get("heated", []))
             shared = run.chains.sharing.tensors()
             self._hot = [PosteriorSample(**sample, shared=shared) for sample in saved.get("hot", [])]
             for chain, block in saved["blocks"].items():
@@ -512,6 +539,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
             "counts": dict(self._counts),
             "chosen": dict(self.chosen),
+            "noise": dict(self._noise),
+            "heated": list(self.heated),
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }
 

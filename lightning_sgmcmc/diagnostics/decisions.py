@@ -13,19 +13,22 @@ from lightning_sgmcmc.diagnostics.scores import whole_labels
 from lightning_sgmcmc.predictions.mixture import FLOOR
 from lightning_sgmcmc.tensors import widest
 
+FARTHEST = 5.5
+"""Of a normal score: beyond, float32 does not tell a probability from 1."""
 SMALLEST, LARGEST = 1e-2, 1e2
 """Bounds of a fitted temperature; data that are all right, or all wrong, have no finite optimum."""
 
 
 def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the temperature at which the tempered probabilities (n, K) have the lowest mean NLL of labels (n,).
+    """Return the temperature at which the tempered probabilities (n, K) have the lowest mean NLL of labels (n,), or of
+    soft labels (n, K).
 
     The NLL is convex in 1/T, so the root of its derivative, mean(E_T[log p] - log p_y), is bisected.
 
     Source: Guo et al. 2017, section 4.2.
     """
     logs = widest(probabilities).clamp_min(FLOOR).log()
-    chosen = logs.gather(1, labels[:, None])[:, 0]
+    chosen = _of_labels(logs, labels)
     low, high = math.log(1 / LARGEST), math.log(1 / SMALLEST)  # of 1/T
     for _ in range(50):
         middle = (low + high) / 2
@@ -43,8 +46,12 @@ def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
 
 
 def class_nll(probabilities: Tensor, labels: Tensor) -> float:
-    """Return the mean of -log p_y, in nats per example."""
-    return -float(widest(probabilities).gather(1, labels[:, None]).clamp_min(FLOOR).log().mean())
+    """Return the mean of -log p_y for labels (n,), of -Σ_k q_k·log p_k for soft ones (n, K), in nats per example."""
+    return -float(_of_labels(widest(probabilities).clamp_min(FLOOR).log(), labels).mean())
+
+
+def _of_labels(logs: Tensor, labels: Tensor) -> Tensor:
+    return logs.gather(1, labels[:, None])[:, 0] if labels.dim() == 1 else (labels.to(logs) * logs).sum(1)
 
 
 def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
@@ -52,6 +59,26 @@ def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
     standardised = (widest(target) - widest(mean)) / widest(std)
     each = standardised.square() / 2 + widest(std).log() + math.log(2 * math.pi) / 2
     return float(each.flatten(1).nansum(-1).mean())
+
+
+def stretched_nll(cdf: Tensor, below: Tensor, factor: float) -> float:
+    """Return the mean NLL of numbers in nats, up to a constant, where their normal scores are N(0, factor²).
+
+    The score of a number is z = Φ⁻¹(cdf); one that is known to lie between two, as a count or a bound does, has the
+    probability between their scores. NaN has no term, and a score is at most 5.5 from 0.
+
+    Args:
+        cdf: P(Y ≤ y) of each number, any shape.
+        below: P(Y < y), equal to cdf for a number of which the density is known.
+        factor: above 1 for overconfident predictions.
+    """
+    high, low = (widest(part)[~cdf.isnan()] for part in (cdf, below))
+    point = torch.special.ndtri(high).clamp(-FARTHEST, FARTHEST) / factor
+    between = torch.special.ndtr(torch.special.ndtri(high) / factor) - torch.special.ndtr(
+        torch.special.ndtri(low) / factor
+    )
+    nll = torch.where(high == low, point.square() / 2 + math.log(factor), -between.clamp_min(FLOOR).log())
+    return float(nll.mean())
 
 
 # -- conformal ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.evaluation.scoring import hooked, is_overridden
+from lightning_sgmcmc.evaluation.scoring import TargetCheck, hooked, is_overridden
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.likelihoods.base import COVERAGE_LEVELS, COVERAGES
 from lightning_sgmcmc.model import EnergyModel
@@ -42,19 +42,24 @@ from lightning_sgmcmc.tensors import exact, widest
 
 
 def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the temperature of class probabilities, or the factor of a predictive standard deviation, with the least
-    NLL: above 1 for overconfident predictions.
+    """Return the factor with the least NLL of the data: above 1 for overconfident predictions.
 
-    A prior N(0, prior_std²) of its logarithm stabilises it for few data. None for another kind of prediction.
+    Of class probabilities it is a temperature, also of soft labels and of several labels at once. Of numbers, counts
+    and bounds it stretches the normal score z = Φ⁻¹(P(Y ≤ y)), which is N(0, 1) if predictions are calibrated; without
+    a distribution function it stretches the standard deviation. A prior N(0, prior_std²) of its logarithm stabilises
+    it for few data. None for another kind of prediction.
 
-    Source: Guo et al. 2017, section 4.2.
+    Source: Guo et al. 2017, section 4.2; Dawid 1984 (the probability integral transform).
     """
     prediction = likelihood.prediction(terms, None)
     factors = torch.linspace(math.log(0.3), math.log(4.0), 60, dtype=torch.float64).exp()
-    if isinstance(prediction, ClassPrediction):
-        probabilities, labels = likelihood.scored(prediction, target)
+    if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
+        probabilities, labels = _labels_of(likelihood, prediction, target)
         nll = [decisions.class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
-    elif _is_of_numbers(prediction, target):
+    elif "cdf" in terms:
+        cdf, below = terms["cdf"], terms.get("cdf_below", terms["cdf"])
+        nll = [decisions.stretched_nll(cdf, below, factor) for factor in factors.tolist()]
+    elif isinstance(prediction, RegressionPrediction) and prediction.mean.numel() == target.numel():
         mean, std = prediction.mean, prediction.std
         numbers = target.reshape(mean.shape)
         nll = [decisions.gaussian_nll(mean, std * factor, numbers) for factor in factors.tolist()]
@@ -65,25 +70,32 @@ def overconfidence(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor,
     return decisions.shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)
 
 
-def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) -> float:
-    """Return the part of the targets' variance that numbers' predictions leave, (1.48·median|y - mean|)²/var(y).
+def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) -> float | None:
+    """Return the part of the targets' variance that predictions of numbers leave, (1.48·median|y - mean|)²/var(y).
 
-    It is the mean over outputs, and 0 for another kind of prediction; NaN targets are left out. The median sees the
-    usual datum, and not the few far ones of a network that fits well.
+    It is the mean over outputs, and None for classes; NaN targets are left out, and bounds count by their middle. The
+    median sees the usual datum, and not the few far ones of a network that fits well.
     """
     prediction = likelihood.prediction(terms, None)
-    if not _is_of_numbers(prediction, target):
-        return 0.0
-    numbers = widest(target.reshape(prediction.mean.shape)).reshape(len(target), -1)
-    deviation = 1.4826 * (numbers - widest(prediction.mean).reshape(numbers.shape)).abs().nanmedian(0).values
+    if not isinstance(prediction, RegressionPrediction):
+        return None
+    numbers = widest(target if target.numel() == prediction.mean.numel() else target.mean(-1))
+    numbers = numbers.reshape(prediction.mean.shape).flatten(1)
+    numbers = numbers.masked_fill(numbers.isinf(), math.nan)
+    deviation = 1.4826 * (numbers - widest(prediction.mean).flatten(1)).abs().nanmedian(0).values
     variance = (numbers - numbers.nanmean(0)).square().nanmean(0)
     return float((deviation.square() / variance)[variance > 0].nanmean().nan_to_num(0.0))
 
 
-def _is_of_numbers(prediction: Prediction, target: Tensor) -> TypeGuard[RegressionPrediction]:
-    """Return whether targets are the numbers of which a mean and a standard deviation are predicted."""
-    is_regression = isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction)
-    return is_regression and prediction.mean.numel() == target.numel()
+def _labels_of(likelihood: Any, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities (m, K) and labels (m,), or the soft labels (m, K); several labels at once are m of two."""
+    if isinstance(prediction, MultiLabelPrediction):
+        probabilities, labels = likelihood.scored(prediction, target)
+        return of_both(probabilities).reshape(-1, 2), labels.flatten()
+    if target.is_floating_point() and target.shape == prediction.probabilities.shape:
+        return prediction.probabilities, target
+    found: tuple[Tensor, Tensor] = likelihood.scored(prediction, target)
+    return found
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -144,9 +156,7 @@ def fit_calibration(model: EnergyModel, store: SampleStore, log_weights: Sequenc
     prediction = likelihood.prediction(terms, None)
     check_predictions(prediction, "calibrate")
     if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
-        probabilities, labels = likelihood.scored(prediction, target)
-        if isinstance(prediction, MultiLabelPrediction):
-            probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
+        probabilities, labels = _labels_of(likelihood, prediction, target)
         value = decisions.fit_temperature(probabilities, labels)
         if value <= decisions.SMALLEST * 1.001:
             value = 1.0  # at the bound all doubt about new data would be gone
@@ -234,8 +244,12 @@ def predictions_with_targets(
         TypeError: if the predictive is neither of one class nor of numbers for each input.
     """
     likelihood, scaling, found = model.likelihood, posterior.store.scaling, False
-    for batch in map(posterior.columns.received, batches_of(data, posterior.columns, model, what)):
+    first, check = posterior.store[0], TargetCheck(model)
+    state = {name: tensor.to(model.device) for name, tensor in first.state.items()}
+    given = map(posterior.columns.received, batches_of(data, posterior.columns, model, what))
+    for place, batch in enumerate(given):
         found = True
+        check(state, as_tensors(batch, model.device, dtype_of(first.parameters)), place)
         prediction = posterior.predict([batch], return_samples)
         check_predictions(prediction, what)
         target = as_tensor("the target", model.inputs_and_target(batch)[1])
