@@ -44,7 +44,7 @@ def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) 
     batches = tensors_of(batches_of(data, store.columns, model, what), model, store)
     if not batches:
         raise ValueError(f"{what} needs data, and the loader has none: pass a loader with some batches")
-    found, target, scaling = [], torch.empty(0), store.scaling
+    found, target, scaling = list[Tensor](), torch.empty(0), store.scaling
     with borrowed(model):
         for state in states_in_place(model, store):
             _, density, own = evaluate(model, state, batches, checks=not found)
