@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.loader import flat_loaders
 from lightning_sgmcmc.batches.rows import repetition, resolve_num_data
 from lightning_sgmcmc.chains.chains import ChainModel, Chains, check_step_size, sampler_of
-from lightning_sgmcmc.chains.energies import Execution
+from lightning_sgmcmc.chains.energies import Execution, targets_explained
 from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.chains.layout import present_place
 from lightning_sgmcmc.chains.samples import PosteriorSample
@@ -338,7 +338,7 @@ class BayesianModule(ChainModel):
             check_batch(self, self.chains.stacked, batch)
         rows = []
         for chain in range(self.num_chains):
-            with self.at_chain(chain):
+            with targets_explained(self, self.chains.stacked, batch), self.at_chain(chain):
                 rows.append(self.log_likelihood(batch))
         each = torch.stack(rows)
         check_shape(each, chains=True)

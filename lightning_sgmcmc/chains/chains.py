@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
+from lightning_sgmcmc.chains.energies import ChainEnergies, Execution, targets_explained
 from lightning_sgmcmc.chains.execution import free_graphs, state_of
 from lightning_sgmcmc.chains.layers import check_hooks, explained, prepare_layers
 from lightning_sgmcmc.chains.layout import (
@@ -301,12 +301,10 @@ class Chains:
         assert self.weights is not None
         if self._shared_each_step and not self.accumulation.accumulating:
             self.share_buffers(self._shared_each_step)
-        step = self.energies(
-            batch,
-            seed_chain=self.claims.get("seed chain"),
-            keeps_each=self.observed.keeps_each,
-            weigh=partial(self.weights.factor, batch_idx, self.accumulation.candidates),
-        )
+        weigh = partial(self.weights.factor, batch_idx, self.accumulation.candidates)
+        with targets_explained(self.model, self.stacked, batch):
+            keeps, seed_chain = self.observed.keeps_each, self.claims.get("seed chain")
+            step = self.energies(batch, seed_chain=seed_chain, keeps_each=keeps, weigh=weigh)
         return self._recorded(step, batch_idx, trainer)
 
     def take_gradient(self, batch: Any, batch_idx: int, trainer: pl.Trainer, checks: bool) -> Tensor:
@@ -316,7 +314,8 @@ class Chains:
         assert self.weights is not None
         assert self.flat is not None
         weigh = partial(self.weights.factor, batch_idx, self.accumulation.candidates)
-        step, gradient = self.energies.traced(batch, self.observed.keeps_each, weigh, checks)
+        with targets_explained(self.model, self.stacked, batch):
+            step, gradient = self.energies.traced(batch, self.observed.keeps_each, weigh, checks)
         loss, accumulated = self._recorded(step, batch_idx, trainer), trainer.accumulate_grad_batches
         if accumulated > 1:
             gradient = gradient * (self.accumulation.loss_scale / accumulated)

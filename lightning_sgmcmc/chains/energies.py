@@ -1,7 +1,8 @@
 """Ũ/N of several chains: one after another or all at once, compiled or not."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from lightning_sgmcmc.chains.row_steps import Clip
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.traced import NotTraceableError, TracedEnergies, check_alike, check_gradient
-from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain
+from lightning_sgmcmc.chains.weights import FirstBatches, at_first_chain, check_batch
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape
 from lightning_sgmcmc.namespace import rank_zero_info
@@ -36,6 +37,17 @@ from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.tensors import exact
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
+
+
+@contextmanager
+def targets_explained(model: EnergyModel, chains: StackedChains | None, batch: Any) -> Iterator[None]:
+    """Within the context, a label out of range raises the likelihood's ValueError in place of torch's error."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        with suppress(IndexError, RuntimeError):  # the device may be lost, or the network itself has failed
+            check_batch(model, chains, batch)
+        raise error
 
 
 class ChainEnergies:

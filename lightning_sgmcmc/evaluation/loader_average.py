@@ -534,9 +534,8 @@ def guessing_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the best prediction that is the same for all data; {} if it is not known.
 
-    Classes have their shares, counts the likelihood's best constant output, numbers a normal distribution with their
-    mean and variance, and bounds the most likely normal, log-normal or Weibull one. `terms` are those of any prediction
-    of the data, for their shapes.
+    Classes have their shares, counts the likelihood's best constant output, numbers the better of it and a normal law
+    of their mean and variance, bounds the most likely normal, log-normal or Weibull one. `terms` are of any prediction.
     """
     likelihood: Any = module.likelihood
     if likelihood is None or target is None or not len(target):
@@ -567,7 +566,8 @@ def guessing_metrics(
             guess |= {"square": mean.square(), "variance": variance}
             if "cdf_below" not in terms:
                 logs = (2 * math.pi * variance).log() * known + squares / variance
-                density = -logs.flatten(1).sum(1) / 2
+                normal = -logs.flatten(1).sum(1) / 2
+                density = density if nll is not None and -nll > float(normal.mean()) else normal
     else:
         return {}
     return _metrics_of_guess(module, guess, density, target, scaling)

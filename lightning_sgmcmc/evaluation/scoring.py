@@ -14,12 +14,12 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.batches.inputs import digest, leaves_of
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains.execution import borrowed
+from lightning_sgmcmc.chains.execution import StatelessCall, borrowed
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.chains.together import MOST, States, TogetherCall
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.namespace import fabric, pl, rank_zero_warn
 
 sized_len = fabric.utilities.data.sized_len
@@ -182,10 +182,11 @@ Scores = tuple[Terms, Tensor, Tensor | None]
 
 class Scorer:
     """Scores every datum of batches by several samples, in one pass; the module, in evaluation mode, keeps its
-    weights."""
+    weights. The first pass checks the targets before it computes with them, unless `checks` is False."""
 
-    def __init__(self, module: nn.Module, compiled: bool = False) -> None:
+    def __init__(self, module: nn.Module, compiled: bool = False, checks: bool = True) -> None:
         self._call = TogetherCall(module, _score, compiled)
+        self._check = TargetCheck(module) if checks else None
         self._net = getattr(module, "net", None) if compiled else None
         self.first: dict[int, int | None] = {}
         """The digest of each loader's first batch; None once another pass had another one."""
@@ -199,8 +200,11 @@ class Scorer:
         """Return the scores of each sample, of parameters and buffers on the module's device; of as many of the first
         ones only as `fitting` says after the first batch."""
         together, found = States(states), list[list[Any]]()
+        check, self._check = self._check, None
         with torch.no_grad():
-            for batch in batches:
+            for place, batch in enumerate(batches):
+                if check is not None:
+                    check(states[0], batch, place)
                 batch = batch if self._net is None else with_few_lengths(batch, self._net)
                 found.append(list(self._call(together, batch)))
                 if len(found) == 1 and len(states) > 1 and fitting is not None:
@@ -212,18 +216,40 @@ class Scorer:
         return [_joined(of_sample) for of_sample in zip(*found, strict=True)]
 
 
-def evaluate(module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[Any]) -> Scores:
+class TargetCheck:
+    """Raises if a likelihood has no density for the targets of data that are evaluated."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._call = StatelessCall(module, _check)
+
+    def __call__(self, state: Mapping[str, Tensor], batch: Any, place: int) -> None:
+        """Check a batch, the given one in its loader, with the outputs of a sample."""
+        try:
+            with torch.no_grad(), borrowed(self._call.module):
+                self._call.call(state, batch)
+        except ValueError as error:
+            raise ValueError(f"batch {place} of the data to evaluate: {error}") from None
+
+
+def _check(module: EnergyModel, batch: Any) -> None:
+    likelihood = getattr(module, "likelihood", None)
+    if likelihood is not None and not overrides(module, "log_likelihood"):
+        likelihood.check_target(*module.output_and_target(batch))
+
+
+def evaluate(module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[Any], checks: bool = True) -> Scores:
     """Score every datum of the batches by one sample.
 
     Args:
         module: a `BayesianModule`, in evaluation mode; its own weights are not changed.
         state: the sample's parameters and buffers.
         batches: batches on the module's device.
+        checks: whether to check the targets, which the first of several samples needs.
 
     Returns:
         the likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood).
     """
-    return Scorer(module)([state], batches)[0]
+    return Scorer(module, checks=checks)([state], batches)[0]
 
 
 def of_observed(module: nn.Module, scores: Scores) -> Scores:

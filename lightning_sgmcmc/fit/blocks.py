@@ -531,7 +531,7 @@ class StepBlocks:
             choices = None if choice is None else self._choices(choice, segments)
             with plugin.forward_context():
                 found = steps.run(batches, noise, controls, before, after, variate, choices, *acting)
-        except NotTraceableError as error:
+        except (NotTraceableError, IndexError) as error:  # of a label out of range, which single steps explain
             how = "compiled" if self._compiles else "listed"
             self._leave(str(error))
             if chains.traces:

@@ -311,7 +311,8 @@ class Ordinal(ClassLikelihood):
             raise ValueError(
                 f"Ordinal: {len(found)} outputs for integer labels of shape {tuple(target.shape)} and {target.dtype}"
             )
-        return summed(found.gather(1, self.labels(target)[:, None]), observed)
+        chosen = -F.nll_loss(found, self.labels(target), reduction="none", ignore_index=NO_LABEL)
+        return summed(chosen[:, None], observed)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
         target = self._known(target)

@@ -3,11 +3,16 @@
 import math
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
 from lightning_sgmcmc.predictions import distributions
+from lightning_sgmcmc.tensors import widest
+
+LOG_K = (-4.0, 5.0)
+"""Where a guess's log k is looked for."""
 
 
 class LogNormal(Likelihood):
@@ -47,6 +52,14 @@ class LogNormal(Likelihood):
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
         return {"loc": columns(output, "LogNormal"), "scale": self.log_std.exp()}
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        logs = _logs_of(self, target)
+        variance = (logs - logs.nanmean(0)).square().nanmean(0)
+        noise = variance if self.learned else torch.full_like(variance, self.std**2)
+        if not bool((noise > 0).all()):
+            return None
+        return float(((2 * math.pi * noise).log() / 2 + variance / noise / 2 + logs.nanmean(0)).sum())
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         return _of_positive(self, output, target)
@@ -92,11 +105,30 @@ class Weibull(Likelihood):
     def components(self, output: Tensor) -> dict[str, Tensor]:
         return {"log_scale": columns(output, "Weibull"), "concentration": self.log_concentration.exp()}
 
+    def chance_nll(self, target: Tensor) -> float | None:
+        logs = _logs_of(self, target)
+        middle = logs.nanmean(0)
+
+        def nll(log_k: float) -> float:  # of the most likely scale, whose k-th power is the mean of y^k
+            k = math.exp(log_k)
+            power = (k * (logs - middle)).exp().nanmean(0).log()
+            return float((1 - log_k + power + middle).sum())
+
+        own = math.log(self.concentration)
+        found = minimize_scalar(nll, bounds=LOG_K, method="bounded").fun if self.learned else nll(own)
+        return float(found) if math.isfinite(found) else None
+
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         return _of_positive(self, output, target)
 
     def extra_repr(self) -> str:
         return f"concentration={self.concentration}, learned={self.learned}"
+
+
+def _logs_of(likelihood: Likelihood, target: Tensor) -> Tensor:
+    """Return the logarithms of positive numbers, NaN of those that are not observed, shape (n, …)."""
+    entries = likelihood.observed_entries(target)
+    return widest(columns(target if entries is None else target.masked_fill(~entries, math.nan), "durations")).log()
 
 
 def _of_positive(likelihood: Likelihood, output: Tensor, target: Tensor) -> Tensor:

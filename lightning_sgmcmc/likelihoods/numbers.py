@@ -5,6 +5,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_flag, check_kind, check_within
@@ -12,6 +13,9 @@ from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns,
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture, student_t_normaliser
 from lightning_sgmcmc.tensors import widest
+
+MOST_FITTED = 16
+"""Numbers of each datum above which their most likely distributions are not looked for."""
 
 
 class Gaussian(Likelihood):
@@ -175,6 +179,16 @@ class StudentT(Likelihood):
         output, target, observed = self._paired("StudentT", output, target)
         z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
         return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - self.log_scale, observed)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        numbers = widest(columns(target, "StudentT")).flatten(1)
+        if numbers.shape[1] > MOST_FITTED or not bool((_variance(numbers) > 0).all()):
+            return None
+        fixed, found = {"fdf": self.df} | ({} if self.learned else {"fscale": self.scale}), 0.0
+        for own in numbers.unbind(1):
+            known = own[~own.isnan()].cpu().numpy()
+            found -= float(stats.t.logpdf(known, *stats.t.fit(known, **fixed)).sum())
+        return found / len(numbers) if len(numbers) else None
 
     def extra_repr(self) -> str:
         return f"df={self.df}, scale={self.scale}, learned={self.learned}"

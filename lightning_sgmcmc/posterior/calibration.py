@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.diagnostics import decisions
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.evaluation.scoring import hooked, is_overridden
+from lightning_sgmcmc.evaluation.scoring import TargetCheck, hooked, is_overridden
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.likelihoods.base import COVERAGE_LEVELS, COVERAGES
 from lightning_sgmcmc.model import EnergyModel
@@ -244,8 +244,12 @@ def predictions_with_targets(
         TypeError: if the predictive is neither of one class nor of numbers for each input.
     """
     likelihood, scaling, found = model.likelihood, posterior.store.scaling, False
-    for batch in map(posterior.columns.received, batches_of(data, posterior.columns, model, what)):
+    first, check = posterior.store[0], TargetCheck(model)
+    state = {name: tensor.to(model.device) for name, tensor in first.state.items()}
+    given = map(posterior.columns.received, batches_of(data, posterior.columns, model, what))
+    for place, batch in enumerate(given):
         found = True
+        check(state, as_tensors(batch, model.device, dtype_of(first.parameters)), place)
         prediction = posterior.predict([batch], return_samples)
         check_predictions(prediction, what)
         target = as_tensor("the target", model.inputs_and_target(batch)[1])

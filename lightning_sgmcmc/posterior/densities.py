@@ -44,10 +44,10 @@ def log_densities(model: EnergyModel, store: SampleStore, data: Any, what: str) 
     batches = tensors_of(batches_of(data, store.columns, model, what), model, store)
     if not batches:
         raise ValueError(f"{what} needs data, and the loader has none: pass a loader with some batches")
-    found, target, scaling = [], torch.empty(0), store.scaling
+    found, target, scaling = list[Tensor](), torch.empty(0), store.scaling
     with borrowed(model):
         for state in states_in_place(model, store):
-            _, density, own = evaluate(model, state, batches)
+            _, density, own = evaluate(model, state, batches, checks=not found)
             if density.dim() != 1:
                 raise TypeError(
                     f"{what} needs a log density of each datum, shape (n,), and the module's has the shape "
@@ -138,7 +138,7 @@ def evaluate_samples(
     observed: Tensor | None = None
     with borrowed(model):
         for record, log_weight, state in zip(store.records, log_weights, states_in_place(model, store), strict=True):
-            scores = evaluate(model, state, batches)
+            scores = evaluate(model, state, batches, checks=observed is None)
             target = scores[2]
             if observed is None:
                 known = None if target is None or model.likelihood is None else model.likelihood.observed(target)

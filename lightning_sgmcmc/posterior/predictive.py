@@ -313,7 +313,7 @@ def average_scores(
     average, target = WeightedAverage(), torch.empty(0)
     with borrowed(model):
         for state, log_weight in zip(states_in_place(model, samples), log_weights, strict=True):
-            terms, _, found = of_observed(model, evaluate(model, state, batches))
+            terms, _, found = of_observed(model, evaluate(model, state, batches, checks=not len(target)))
             assert found is not None  # the model has a likelihood
             average.add(terms, torch.empty(0, device=model.device), log_weight)
             target = found

@@ -220,13 +220,13 @@ def test_a_learned_noise_scale_has_a_prior_of_its_own() -> None:
     y = x[:, :1] + 0.01 * torch.randn(60, 1)
     module = BayesianModule(net=nn.Linear(3, 1), likelihood=Gaussian(std=1.0, learned=True))
     data = DataLoader(TensorDataset(x, y), 20)
-    quiet_trainer(max_epochs=40, callbacks=[AutoSampling(num_draws=10), SampleCollector(in_memory=True)]).fit(
-        module, data, data
-    )
+    auto = AutoSampling(num_draws=10)
+    quiet_trainer(max_epochs=40, callbacks=[auto, SampleCollector(in_memory=True)]).fit(module, data, data)
     assert module.posterior is not None
     scales = module.posterior[-1].scales
     assert float(scales["likelihood.log_std"]) == pytest.approx(3.0)
-    assert float(scales["net.weight"]) == pytest.approx(0.289)  # 1/√(0.2·60)
+    assert auto.chosen[0][0][1] == 0.289  # 1/√(0.2·60)
+    assert float(scales["net.weight"]) == pytest.approx(auto.chosen[0][-1][1])
 
 
 # -- both objectives --------------------------------------------------------------------------------------------------

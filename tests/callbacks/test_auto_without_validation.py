@@ -158,6 +158,6 @@ def test_a_regression_begins_by_the_number_of_its_data(
     """Few noisy numbers are fitted exactly under a wide prior and a low temperature."""
     auto, made = AutoSampling(objective, num_draws=1), module(Gaussian(0.5, learned=True))
     data = DataLoader(TensorDataset(torch.randn(count, 4), torch.randn(count, 1)), 16)
-    quiet_trainer(max_steps=10, callbacks=[auto]).fit(made, data, data)
+    quiet_trainer(max_steps=10, callbacks=[auto]).fit(made, data)
     assert (auto.temperature, auto.prior_std) == expected
     assert made.sampler.param_groups[0]["temperature"] == expected[0]

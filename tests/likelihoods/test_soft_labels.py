@@ -90,7 +90,7 @@ def test_from_fit_to_prediction(chains: int, tmp_path: Path) -> None:
     assert float(columns["nll"].mean()) == pytest.approx(metrics["nll"], rel=1e-5)
     assert float(columns["error"].mean()) == pytest.approx(1 - metrics["accuracy"], rel=1e-5)
     assert float(columns["brier"].mean()) == pytest.approx(metrics["brier"], rel=1e-5)
-    for needs_labels in (module.posterior.calibrate, module.posterior.conformal, module.posterior.joint_nll):
+    for needs_labels in (module.posterior.conformal, module.posterior.joint_nll):
         with pytest.raises(ValueError, match=r"argmax\(1\)"):
             needs_labels(loader)
     calibrated = module.posterior.calibrate([(X, SHARES.argmax(1))])
