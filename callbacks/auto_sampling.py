@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
@@ -56,9 +57,9 @@ FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
 SMALLEST_STD, LARGEST_STD = 0.1, 1.5
 SHRINKAGE = 0.15
 """Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
-NOISY, GAIN, SHRINKAGE_OF_NUMBERS = (0.05, 0.1), 3.0, 0.3
-"""In regression: the shares of the targets' variance, as noise, from which the temperature rises at all and wholly;
-the power of the overconfidence by which it rises; the standard deviation of the prior of its logarithm."""
+NOISE, POWERS, SHRINKAGE_OF_NUMBERS = (0.05, 0.1), (0.0, 3.0), 0.3
+"""Of numbers: shares of the targets' variance that errors have, with the powers of the overconfidence by which the
+temperature rises there; the standard deviation of the prior of its logarithm."""
 LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 """Largest weight decay 1/(N·σ²) at the start, with more of which few data do not move the weights away from 0, and the
 largest σ that this gives; the same at temperature 1."""
@@ -87,11 +88,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification a chain divides its σ by the calibration
       temperature of its newest samples' average: above 1 they are overconfident, and the prior becomes tighter; below
-      1 it becomes looser. In regression σ stays.
-    - The **temperature** of a regression rises, up to 1, where noisy numbers are predicted too surely. Of the newest
-      samples' average let f be the factor by which standard deviations are too small, and s the share of the targets'
-      variance that its errors have, by their median. Then τ is multiplied by max(f, 1)^g, with g = 3 from s = 0.1 on,
-      0 up to 0.05, and linear between. A network that follows its data closely stays cold. In classification τ stays.
+      1 it becomes looser.
+    - The **temperature** of numbers, counts and durations rises where noisy ones are predicted too surely. Of the
+      newest samples' average let f be the overconfidence (the spread of the targets' normal scores), and s the share of
+      the targets' variance in its errors, by their median. Then τ is multiplied by max(f, 1)^g, up to 1, and at 1 the
+      chains' σ are divided by max(f, 1), down to 0.2. Here g = 3 from s = 0.1 on, 0 up to 0.05, and linear between.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best. It starts from windows
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
@@ -122,7 +123,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
             choice on validation data.
         lengths: [step, steps of the run] pairs by which an earlier run's budget gave its length, instead of the time.
-        temperatures: [step, τ] pairs of an earlier run of a regression, instead of the choice on validation data.
+        temperatures: [step, τ] pairs of an earlier run, instead of the choice on validation data.
 
     Raises:
         ValueError: for an argument out of range; at the start of the fit, without an end of the run.
@@ -181,21 +182,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def reset(self) -> None:
         super().reset()
         self._budget.reset()
-        self._densities: dict[tuple[int, int], Tensor] = {}
-        """log p(y_i) of the validation data under each draw, by step and chain."""
+        self._densities: dict[tuple[int, int], Tensor] = {}  # log p(y_i) of validation data, by step and chain
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
         self._scores = DrawingScores()
         """The average of each chain's newest draws."""
-        self._num_scored = 0
-        """Steps whose draws were evaluated."""
-        self._scored: tuple[int, Tensor | None] | None = None
-        """Of the present draws: their step, and the targets of the validation data."""
+        self._num_scored = 0  # steps whose draws were evaluated
+        self._scored: tuple[int, Tensor | None] | None = None  # the present draws' step, and the targets
         self.heated: list[tuple[int, float]] = []
         """The temperatures of a regression, and the steps from which they hold."""
-        self._validates: bool | None = None
-        """Whether the run has validation data, once that is known."""
-        self._hot: list[PosteriorSample] = []
-        """The draws of the part at temperature 1, in host memory."""
+        self._validates: bool | None = None  # whether the run has validation data, once that is known
+        self._hot: list[PosteriorSample] = []  # the draws of the part at temperature 1, in host memory
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
 
@@ -414,19 +410,20 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if self.objective == "ood" or self._num_scored < first or (self._num_scored - first) % size:
             return
         blocks, self._blocks = self._blocks, defaultdict(WeightedAverage)
-        if self._num_scored >= LAST_CHANGE * len(self.laid_out.draw_steps) or target is None:
+        is_late, likelihood = self._num_scored >= LAST_CHANGE * len(self.laid_out.draw_steps), pl_module.likelihood
+        if is_late or target is None or likelihood is None:
             return
         together = WeightedAverage()
         for block in blocks.values():
             together.add(block.terms, block.log_density, block.log_total)
-        noise = noise_share(pl_module.likelihood, together.terms, target)
+        noise = noise_share(likelihood, together.terms, target)
         if noise is None:
             if isinstance(pl_module.prior, HierarchicalPrior) and self.prior_scales is None:
                 self._adapt(pl_module, step, blocks, target)
         elif self._given[0] is None and self.temperatures is None:
-            factor = overconfidence(pl_module.likelihood, together.terms, target, SHRINKAGE_OF_NUMBERS)
+            factor = overconfidence(likelihood, together.terms, target, SHRINKAGE_OF_NUMBERS)
             if factor is not None:
-                self._heat(step, factor, noise)
+                self._warm(pl_module, step, factor, noise)
 
     def _adapt(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
         """Set the prior's scale of each chain by its newest draws."""
@@ -436,13 +433,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
                 self._choose(module, chain, step, min(max(std, SMALLEST_STD), LARGEST_STD))
 
-    def _heat(self, step: int, factor: float, noise: float) -> None:
-        """Raise the temperature of all chains by the overconfidence of their newest draws together."""
-        least, whole = NOISY
-        gain, now = GAIN * min(max((noise - least) / (whole - least), 0.0), 1.0), self._newest_temperature
-        raised = float(f"{min(now * max(factor, 1.0) ** gain, 1.0):.4g}")
+    def _warm(self, module: ChainModel, step: int, factor: float, noise: float) -> None:
+        """Raise the temperature of all chains by their overconfidence; at 1 make their priors tighter instead."""
+        power, now = float(np.interp(noise, NOISE, POWERS)), self._newest_temperature
+        raised = float(f"{min(now * max(factor, 1.0) ** power, 1.0):.4g}")
         if raised > now:
             self.heated.append((step, raised))
+        elif now == 1 and power and isinstance(module.prior, HierarchicalPrior) and self.prior_scales is None:
+            for chain, std in {chain: scales[-1][1] for chain, scales in self.chosen.items()}.items():
+                if (tighter := max(std / max(factor, 1.0), min(HOT_STD, std))) < std:
+                    self._choose(module, chain, step, tighter)
 
     @property
     def _newest_temperature(self) -> float:
@@ -455,7 +455,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._set_scale(module, chain - module.chains.layout.first_chain, self.chosen[chain][-1][1])
 
     def _set_scale(self, module: ChainModel, index: int, std: float) -> None:
-        """Set σ of a chain of this process, that of all parameters but a learned noise scale."""
+        """Set σ of a chain of this process."""
         prior, variance = module.prior, prior_state(module)[VARIANCE]
         assert isinstance(prior, HierarchicalPrior)
         groups = list(dict.fromkeys(map(prior.group_of, module.chains.trainable)))

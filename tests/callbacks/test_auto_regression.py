@@ -89,16 +89,6 @@ def test_without_noise_it_stays_cold() -> None:
     assert "temperatures" not in auto.as_configuration()["init_args"]
 
 
-def test_its_configuration_repeats_the_run(noisy: tuple[BayesianModule, AutoSampling]) -> None:
-    module, auto = noisy
-    again = AutoSampling(**auto.as_configuration()["init_args"])
-    repeated, _ = fit(again, noise=1.0)
-    assert again.heated == auto.heated
-    assert module.posterior is not None
-    assert repeated.posterior is not None
-    assert_same(list(module.posterior), list(repeated.posterior))
-
-
 def test_a_resumed_run_goes_on_at_its_temperature(noisy: tuple[BayesianModule, AutoSampling], tmp_path: Path) -> None:
     whole, auto = noisy
     first = auto.heated[0][0]
