@@ -64,7 +64,7 @@ LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 """Largest weight decay 1/(N·σ²) at the start, with more of which few data do not move the weights away from 0, and the
 largest σ that this gives; the same at temperature 1."""
 FEW_NUMBERS, LIMITS_OF_NUMBERS = 450, (0.2, 1.0)
-"""Fewer data of a regression have a narrower prior, within limits like those above, and a higher temperature."""
+"""Fewer data of a regression have a higher temperature; limits of their prior like those above."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 LR_SHARE_OF_CLASSES = 0.3
@@ -117,7 +117,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         warm_up: share of the run that optimizes.
         prior_std: σ at the start; None is 0.3, and 0.2 for "ood", or 1/√(0.025·N) where that is more (below some 400
             data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35. In regression it is 0.35, for "ood" 0.2,
-            or 1/√(0.2·N) if that is more, up to 1; for "nll" 0.35·√(N/450) takes the place of 0.35 below 450 data.
+            or 1/√(0.2·N) if that is more, up to 1.
         temperature: τ, which stays; None begins at that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
@@ -218,8 +218,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def _start(self, module: ChainModel) -> tuple[float, float]:
         """Return τ and σ for N data.
 
-        Few labels need a wide prior. Few noisy numbers are fitted exactly under one, so that errors look small: their
-        prior is narrower, and the temperature higher, up to the posterior's.
+        Few labels need a wide prior. Few noisy numbers are fitted exactly, so that errors look small: their temperature
+        is higher, up to the posterior's.
         """
         likelihood, is_hot = module.likelihood, self.objective == "ood"
         if likelihood is None or likelihood.per_sample_term != "mean":
@@ -228,7 +228,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return temperature, self._suiting(std, is_hot)
         count = min(FEW_NUMBERS if self._num_data is None else self._num_data, FEW_NUMBERS)
         share, (decay, most) = count / FEW_NUMBERS, LIMITS_OF_NUMBERS
-        std = max(HOT_STD if is_hot else 0.35 * share**0.5, min(most, (decay * count) ** -0.5))
+        std = max(HOT_STD if is_hot else 0.35, min(most, (decay * count) ** -0.5))
         return 1.0 if is_hot else float(f"{min(1.0, 0.1 / share):.3g}"), float(f"{std:.3g}")
 
     def _suiting(self, std: float, is_hot: bool) -> float:
