@@ -97,8 +97,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
-    Without validation data, which a warning says, σ and τ stay as at the start and the draws count alike. Below about a
-    hundred data that predicts better than to hold some of them out; above, the scale is a guess.
+    Without validation data, which a warning says, σ stays, τ is 1 in a regression, and the draws count alike. Below
+    about a hundred data that predicts better than to hold some of them out; above, the scale is a guess.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
@@ -173,7 +173,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.lengths = lengths
         self.temperatures = temperatures
         self._given = (temperature, prior_std)
-        self._start_std = 0.0
+        self._start_std, self._is_regression = 0.0, False
         self._lr_share = LR_SHARE
         self._num_data: int | None = None
         self._budget = RunBudget(budget, lengths)
@@ -195,8 +195,6 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
 
-    # -- before a run -------------------------------------------------------------------------------------------------
-
     def check(self, trainer: pl.Trainer, module: ChainModel) -> None:
         has_classes = isinstance(module.likelihood, ClassLikelihood)
         if self.objective == "both" and not has_classes:
@@ -206,6 +204,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             )
         self._lr_share = LR_SHARE_OF_CLASSES if has_classes and self.objective != "ood" else LR_SHARE
         self._num_data = _num_data_of(trainer, module)
+        self._is_regression = getattr(module.likelihood, "per_sample_term", None) == "mean"
         temperature, std = self._start(module)
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature
@@ -216,14 +215,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             module.chains.claims.claim("draw scales", self, self._set_scale)
 
     def _start(self, module: ChainModel) -> tuple[float, float]:
-        """Return τ and σ for N data.
-
-        Few labels need a wide prior. Few noisy numbers are fitted exactly, so that errors look small: their temperature
-        is higher, up to the posterior's.
-        """
-        likelihood, is_hot = module.likelihood, self.objective == "ood"
-        if likelihood is None or likelihood.per_sample_term != "mean":
-            cold = (0.03, 0.3) if isinstance(likelihood, ClassLikelihood) else (0.1, 0.35)
+        """Return τ and σ for N data: wide for few labels, warm for few numbers, which a cold network fits exactly."""
+        is_hot = self.objective == "ood"
+        if not self._is_regression:
+            cold = (0.03, 0.3) if isinstance(module.likelihood, ClassLikelihood) else (0.1, 0.35)
             temperature, std = (1.0, HOT_STD) if is_hot else cold
             return temperature, self._suiting(std, is_hot)
         count = min(FEW_NUMBERS if self._num_data is None else self._num_data, FEW_NUMBERS)
@@ -258,6 +253,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def plan(self, trainer: pl.Trainer, module: ChainModel) -> None:
         self._budget.begin(trainer)
+        is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
+        is_free = (self._given[0], self.prior_scales, self.temperatures) == (None, None, None)
+        if is_free and self._is_regression and not self._validates:
+            self.temperature = 1.0  # that of the posterior, where nothing tells noise from what inputs explain
         super().plan(trainer, module)
         chains = module.chains.layout.total_chains
         if self.prior_scales is not None and len(self.prior_scales) != chains:
@@ -275,9 +274,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                     f"AutoSampling: the prior std {std:g} does not suit {self._num_data} training data: pass "
                     f"AutoSampling(prior_std={wanted:g}{also}), or num_data=… to the module, which chooses it"
                 )
-        is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
         if is_first and not self._validates and not is_trial(trainer) and self.objective != "ood":
-            scale = "" if self.prior_scales else f"the prior's standard deviation stays {self._start_std:g} and "
+            scale = "" if self.prior_scales else f"the prior's standard deviation stays {self._start_std:g}, "
+            scale += f"the temperature {self.temperature:g}, and "
             rank_zero_warn(
                 f"AutoSampling has no validation data, so {scale}the samples count alike: pass validation data, unless "
                 "there are fewer than about 100 data, which are worth more in training"

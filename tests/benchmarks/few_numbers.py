@@ -29,7 +29,7 @@ LAWS = {"friedman 1": 10, "linear": 20, "sines": 8, "friedman 3": 4, "steps": 12
 SETS = (*CHOSEN_ON, "friedman 1, noise 0.6", "linear, noise 1", "linear, noise 0.3", "sines, noise 0.3")
 UNSEEN = ("airfoil", "friedman 3, noise 1", "steps, noise 0.7")
 COUNTS = (50, 100, 200, 400, 800)
-METHODS = ("AutoSampling", "fixed", "ensemble", "guessing")
+METHODS = ("AutoSampling", "no validation data", "fixed", "ensemble", "guessing")
 
 
 def of_law(name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,6 +74,8 @@ def options_of(method: str, count: int) -> dict[str, Any]:
     """Return the estimator's arguments."""
     if method == "ensemble":
         return {"callbacks": [DeepEnsemble()], "module": {"lr": 0.01}, "prior": 1.0, "validation_fraction": 0}
+    if method == "no validation data":
+        return {"validation_fraction": 0}
     if method == "fixed":
         std = max(0.35, min(1.0, (0.025 * 0.9 * count) ** -0.5))
         return {"callbacks": [AutoSampling(num_draws=20, temperature=0.1, prior_std=std)]}

@@ -91,9 +91,11 @@ def test_what_chooses_nothing_does_not_warn() -> None:
 
 
 def test_numbers_too() -> None:
+    """Where nothing chooses the temperature it is the posterior's, at which noise is no danger."""
     made, said = fit(AutoSampling(num_draws=20), likelihood=Gaussian(0.2))
     assert made.posterior is not None
-    assert "stays 0.302" in said
+    assert "stays 0.35, the temperature 1," in said
+    assert {record.temperature for record in made.posterior.records} == {1.0}
     error = made.posterior.predict(X).mean - NUMBERS
     assert error.square().mean() < 0.1 * NUMBERS.var()
 
@@ -145,8 +147,8 @@ def test_estimators_train_on_all_rows(kind: Any, targets: torch.Tensor) -> None:
     ("count", "objective", "expected"),
     [
         (20, "nll", (1.0, 0.5)),  # 1/√(0.2·20)
-        (90, "nll", (0.5, 0.236)),
-        (180, "nll", (0.25, 0.221)),  # 0.35·√(180/450)
+        (90, "nll", (0.5, 0.35)),
+        (180, "nll", (0.25, 0.35)),
         (450, "nll", (0.1, 0.35)),
         (60, "ood", (1.0, 0.289)),
         (450, "ood", (1.0, 0.2)),
@@ -158,6 +160,6 @@ def test_a_regression_begins_by_the_number_of_its_data(
     """Few noisy numbers are fitted exactly under a wide prior and a low temperature."""
     auto, made = AutoSampling(objective, num_draws=1), module(Gaussian(0.5, learned=True))
     data = DataLoader(TensorDataset(torch.randn(count, 4), torch.randn(count, 1)), 16)
-    quiet_trainer(max_steps=10, callbacks=[auto]).fit(made, data)
+    quiet_trainer(max_steps=10, callbacks=[auto]).fit(made, data, data)
     assert (auto.temperature, auto.prior_std) == expected
     assert made.sampler.param_groups[0]["temperature"] == expected[0]
