@@ -389,7 +389,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         def score(samples: list[PosteriorSample]) -> list[SampleScores]:
             with undisturbed(trainer, module):
                 states, limit = states_on(module.device, samples), trainer.num_val_batches[0]
-                found = in_host_memory(scores_on(trainer, module, Scorer(module), states, loader, limit))
+                scorer = Scorer(module, checks=not self._densities)  # of the first draw
+                found = in_host_memory(scores_on(trainer, module, scorer, states, loader, limit))
             return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
 
         averages = instances_of(trainer, BayesianModelAverage)
