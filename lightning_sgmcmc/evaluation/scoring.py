@@ -14,7 +14,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.batches.inputs import digest, leaves_of
 from lightning_sgmcmc.batches.loader import with_few_lengths
-from lightning_sgmcmc.chains.execution import StatelessCall, borrowed
+from lightning_sgmcmc.chains.execution import StatelessCall, borrowed, cloned
 from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.chains.together import MOST, States, TogetherCall
 from lightning_sgmcmc.evaluation.averages import Terms
@@ -226,7 +226,7 @@ class TargetCheck:
         """Check a batch, the given one in its loader, with the outputs of a sample."""
         try:
             with torch.no_grad(), borrowed(self._call.module):
-                self._call.call(state, batch)
+                self._call.call(state, cloned(batch))  # which a network may change in place
         except ValueError as error:
             raise ValueError(f"batch {place} of the data to evaluate: {error}") from None
 

@@ -111,16 +111,10 @@ def test_a_deleted_folder_is_said_to_be_gone(tmp_path: Path) -> None:
 
 
 class Parser:
-    """Writes a configuration, and fails in the middle if told to."""
+    text = "a: 1\n"
 
-    text, fails = "a: 1\n", False
-
-    def save(self, config: Any, path: Any, **options: Any) -> None:
-        with open(path, "w") as file:
-            file.write(self.text[:2])
-            if self.fails:
-                raise OSError("disk full")
-            file.write(self.text[2:])
+    def dump(self, config: Any, **options: Any) -> str:
+        return self.text
 
 
 def trainer_in(folder: Path) -> pl.Trainer:
@@ -132,7 +126,7 @@ def written(folder: Path, parser: Parser) -> None:
     one.on_train_start(trainer_in(folder), small_run.module())
 
 
-def test_a_configuration_is_written_whole(tmp_path: Path) -> None:
+def test_a_configuration_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser, folder = Parser(), run_folder(trainer_in(tmp_path))
     written(tmp_path, parser)
     written(tmp_path, parser)
@@ -141,7 +135,13 @@ def test_a_configuration_is_written_whole(tmp_path: Path) -> None:
     written(tmp_path, parser)
     found = {path.name: path.read_text() for path in folder.iterdir()}
     assert found == {"config.yaml": "a: 2\n", "config-1.yaml": "a: 1\n"}
-    parser.text, parser.fails = "a: 3\n", True
+    parser.text, whole = "a: 3\n", Path.write_text
+
+    def half(path: Path, text: str, **options: Any) -> int:
+        whole(path, text[:2], **options)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(OSError, match="disk full"):
         written(tmp_path, parser)
     assert (folder / "config.yaml").read_text() == "a: 2\n"
