@@ -184,8 +184,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._budget.reset()
         self._densities: dict[tuple[int, int], Tensor] = {}  # log p(y_i) of validation data, by step and chain
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
-        self._scores = DrawingScores()
         """The average of each chain's newest draws."""
+        self._scores = DrawingScores()
         self._num_scored = 0  # steps whose draws were evaluated
         self._scored: tuple[int, Tensor | None] | None = None  # the present draws' step, and the targets
         self.heated: list[tuple[int, float]] = []
@@ -440,7 +440,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if raised > now:
             self.heated.append((step, raised))
         elif now == 1 and power and isinstance(module.prior, HierarchicalPrior) and self.prior_scales is None:
-            for chain, std in {chain: scales[-1][1] for chain, scales in self.chosen.items()}.items():
+            for chain, [*_, (_, std)] in self.chosen.items():
                 if (tighter := max(std / max(factor, 1.0), min(HOT_STD, std))) < std:
                     self._choose(module, chain, step, tighter)
 
@@ -455,7 +455,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._set_scale(module, chain - module.chains.layout.first_chain, self.chosen[chain][-1][1])
 
     def _set_scale(self, module: ChainModel, index: int, std: float) -> None:
-        """Set σ of a chain of this process."""
+        """Set σ of a chain of this process, that of all parameters but a learned noise scale."""
         prior, variance = module.prior, prior_state(module)[VARIANCE]
         assert isinstance(prior, HierarchicalPrior)
         groups = list(dict.fromkeys(map(prior.group_of, module.chains.trainable)))
