@@ -329,7 +329,7 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
     Args:
         net: a network, which is copied; or a function of the number of inputs that returns one; None is a perceptron.
         likelihood: of numbers or counts, such as `HeteroscedasticGaussian()` or `Poisson()`; None is `Gaussian` with
-            learned noise. Scales are in units of the standardised targets.
+            learned noise, one for each target. Scales are in units of the standardised targets.
         prior: a prior; a number is the scale with which `AutoSampling` begins, and None leaves that to it.
         hidden: widths of the perceptron's hidden layers, with ReLU.
         max_epochs: passes over the data; None is 20 or more, and 2,000 steps or more.
@@ -395,6 +395,8 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
         check_consistent_length(x, y)
         task: Task = "counts" if law is not None and is_discrete(law) else "regression"
         self._is_single = y.ndim == 1
+        if self.likelihood is None and not self._is_single:
+            likelihood = Gaussian(std=[0.5] * y.shape[1], learned=True)
         return self._sample(x, y, likelihood, task, 1 if y.ndim == 1 else y.shape[1])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:

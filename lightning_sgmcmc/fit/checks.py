@@ -28,9 +28,17 @@ from lightning_sgmcmc.chains.trainer import (
     repeated_batches,
 )
 from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, definer
-from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian, Ordinal
+from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian, Ordinal, StudentT
 from lightning_sgmcmc.model import check_methods
-from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
+from lightning_sgmcmc.namespace import (
+    OTHER,
+    PACKAGES,
+    is_of_other_namespace,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    way_out,
+)
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -176,14 +184,20 @@ def check_start(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> No
 
 
 def _check_noise(trainer: pl.Trainer, module: ChainModel) -> None:
-    """Warn of a fixed noise that is as large as the spread of standardised targets, as the default is."""
-    likelihood, std = module.likelihood, getattr(getattr(trainer, "datamodule", None), "target_std", None)
-    if isinstance(likelihood, Gaussian) and not likelihood.learned and likelihood.std >= 1 and std is not None:
+    """Tell of noise that does not suit standardised targets: fixed and as large as their spread, or one for several."""
+    likelihood, spread = module.likelihood, getattr(getattr(trainer, "datamodule", None), "target_std", None)
+    if spread is None or not isinstance(likelihood, Gaussian | StudentT):
+        return
+    name, noise = ("std", likelihood.std) if isinstance(likelihood, Gaussian) else ("scale", likelihood.scale)
+    made, count = type(likelihood).__name__, torch.as_tensor(spread).numel()
+    if not likelihood.learned and float(torch.as_tensor(noise).max()) >= 1:
         rank_zero_warn(
-            f"Gaussian(std={likelihood.std:g}) says that the noise is as large as the spread of the standardised "
-            "targets, so intervals are too wide: pass Gaussian(learned=True), or the noise's standard deviation over "
-            "that of the targets."
+            f"{made}({name}={noise}) says that the noise is as large as the spread of the standardised targets, so "
+            f"intervals are too wide: pass {made}(learned=True), or the noise's {name} over the standard deviation of "
+            "the targets."
         )
+    elif count > 1 and torch.as_tensor(spread).dim() == 1 and isinstance(noise, float):
+        rank_zero_info(f"{made} has one noise for all {count} targets; {name}=[{noise}] * {count} has one for each.")
 
 
 def _check_step_size(sampler: Sampler) -> None:

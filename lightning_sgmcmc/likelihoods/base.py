@@ -1,14 +1,15 @@
 """The base of all likelihoods: what one consists of, and the defaults for distributions of numbers."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from lightning_sgmcmc.checks import check_within, names_arguments
+from lightning_sgmcmc.checks import check_flag, check_within, names_arguments
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
 from lightning_sgmcmc.tables.columns import check_broadcasts
@@ -311,13 +312,50 @@ class Likelihood(nn.Module):
 names_arguments(Likelihood)
 
 
-def positive(module: nn.Module, name: str, value: float, learned: bool) -> None:
-    """Register log(value) under a name: as a parameter if it is learned, else as a buffer that is not stored."""
-    log_value = torch.tensor(math.log(value))
-    if learned:
-        module.register_parameter(name, nn.Parameter(log_value))
+Scales: TypeAlias = float | Sequence[Any]
+"""A number > 0, or lists that broadcast to one target, with one for each of its numbers or channels."""
+
+
+def positive(likelihood: Likelihood, name: str, value: Scales, learned: bool) -> Any:
+    """Register the log of an argument as `log_<name>`, and return its number, or its lists of numbers.
+
+    It is a parameter if it is learned, else a buffer that is not stored.
+    """
+    check_flag("learned", learned)
+    if isinstance(value, Sequence | Tensor | np.ndarray) and not isinstance(value, str):
+        try:
+            plain = value if isinstance(value, Sequence) else value.tolist()
+            each = torch.tensor(plain, dtype=torch.float64, device="cpu")
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be a number, or a list with one for each target, got {value!r}") from error
+        if not each.numel():
+            raise ValueError(f"{name} is empty: pass a number, or a list with one for each target")
+        each = each.reshape(1) if each.numel() == 1 else each
+        for number in each.flatten().tolist():
+            check_within(name, number, "(0, inf)")
+        value, log_value = each.tolist(), torch.tensor(each.log().tolist())
     else:
-        module.register_buffer(name, log_value, persistent=False)
+        check_within(name, value, "(0, inf)")
+        value, log_value = float(value), torch.tensor(math.log(value))
+    if learned:
+        likelihood.register_parameter(f"log_{name}", nn.Parameter(log_value))
+    else:
+        likelihood.register_buffer(f"log_{name}", log_value, persistent=False)
+    return value
+
+
+def of_each(log_value: Tensor, output: Tensor, name: str) -> Tensor:
+    """Return what `positive` registered, after a check that it broadcasts to an output's numbers, (n, D) or (n, …)."""
+    check_broadcasts(name, log_value, output)
+    return log_value
+
+
+def by_number(value: Scales, target: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Yield each number that `positive` returned, with the columns of targets (n, …) to which it belongs, (n, m)."""
+    numbers = torch.as_tensor(value)
+    place = torch.arange(numbers.numel()).reshape(numbers.shape).expand(target.shape[1:]).flatten()
+    for index, own in enumerate(numbers.flatten().tolist()):
+        yield own, target.flatten(1)[:, place == index]
 
 
 def covered(cdf: Tensor, below: Tensor | None, level: float) -> Tensor:

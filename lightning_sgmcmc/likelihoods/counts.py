@@ -6,8 +6,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_flag, check_within
-from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
+from lightning_sgmcmc.likelihoods.base import Likelihood, Scales, by_number, columns, of_each, positive, summed
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import negative_binomial_log_prob, poisson_log_prob
 from lightning_sgmcmc.tensors import widest
@@ -56,7 +55,7 @@ class NegativeBinomial(Likelihood):
     Output and target of one shape, as in `Poisson`, targets 0, 1, 2, … of any dtype. r → ∞ is `Poisson`.
 
     Args:
-        concentration: r > 0; its initial value if it is learned.
+        concentration: r > 0; its initial value if it is learned. One number, or a list as in `Gaussian`.
         learned: whether to sample log(r) together with the weights. It is then the module's parameter
             `likelihood.log_concentration`, under the module's prior.
         missing: the value of targets that are not observed, see `Likelihood`.
@@ -73,34 +72,33 @@ class NegativeBinomial(Likelihood):
     distribution = distributions.NegativeBinomial
     log_concentration: Tensor
 
-    def __init__(self, concentration: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+    def __init__(self, concentration: Scales = 1.0, learned: bool = False, missing: float | None = None) -> None:
         super().__init__(missing)
-        check_within("concentration", concentration, "(0, inf)")
-        check_flag("learned", learned)
-        self.concentration = float(concentration)
+        self.concentration = positive(self, "concentration", concentration, learned)
         self.learned = learned
-        positive(self, "log_concentration", self.concentration, learned)
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        logits = columns(output, "NegativeBinomial") - self.log_concentration
-        return {"total_count": self.log_concentration.exp(), "logits": logits}
+        log_mean = columns(output, "NegativeBinomial")
+        log_r = of_each(self.log_concentration, log_mean, "concentration")
+        return {"total_count": log_r.exp(), "logits": log_mean - log_r}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         output, y, observed = self._paired("NegativeBinomial", output, target)
-        return summed(negative_binomial_log_prob(y, output, self.log_concentration), observed)
+        log_r = of_each(self.log_concentration, output, "concentration")
+        return summed(negative_binomial_log_prob(y, output, log_r), observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
-        counts = widest(columns(target, "NegativeBinomial"))
-        counts = counts[~counts.flatten(1).isnan().any(1)]
-        log_mean = counts.mean(0).log().clamp_min(LEAST_LOG_MEAN)  # of the most likely constant, whatever r is
+        every, found = widest(columns(target, "NegativeBinomial")).cpu(), 0.0
+        every = every[~every.flatten(1).isnan().any(1)]
+        for own, counts in by_number(self.concentration, every):
+            log_mean = counts.mean(0).log().clamp_min(LEAST_LOG_MEAN)  # of the most likely constant, whatever r is
 
-        def nll(log_r: float) -> float:
-            each = negative_binomial_log_prob(counts, log_mean, torch.as_tensor(log_r).to(counts))
-            return -float(each.flatten(1).sum(1).mean())
+            def nll(log_r: float, counts: Tensor = counts, log_mean: Tensor = log_mean) -> float:
+                each = negative_binomial_log_prob(counts, log_mean, torch.as_tensor(log_r).to(counts))
+                return -float(each.sum(1).mean())
 
-        if not self.learned:
-            return nll(math.log(self.concentration))
-        return float(minimize_scalar(nll, bounds=LOG_R, method="bounded").fun)
+            found += minimize_scalar(nll, bounds=LOG_R, method="bounded").fun if self.learned else nll(math.log(own))
+        return float(found)
 
     def extra_repr(self) -> str:
         return f"concentration={self.concentration}, learned={self.learned}"

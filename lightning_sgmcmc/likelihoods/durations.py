@@ -6,8 +6,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_flag, check_within
-from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
+from lightning_sgmcmc.likelihoods.base import Likelihood, Scales, by_number, columns, of_each, positive, summed
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.tensors import widest
 
@@ -25,7 +24,8 @@ class LogNormal(Likelihood):
     not ended.
 
     Args:
-        std: standard deviation of log y, > 0; its initial value if it is learned.
+        std: standard deviation of log y, > 0; its initial value if it is learned. One number, or a list as in
+            `Gaussian`.
         learned: whether to sample log(std) together with the weights. It is then the module's parameter
             `likelihood.log_std`, under the module's prior.
         missing: the value of targets that are not observed, see `Likelihood`.
@@ -42,21 +42,19 @@ class LogNormal(Likelihood):
     distribution = distributions.LogNormal
     log_std: Tensor
 
-    def __init__(self, std: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+    def __init__(self, std: Scales = 1.0, learned: bool = False, missing: float | None = None) -> None:
         super().__init__(missing)
-        check_within("std", std, "(0, inf)")
-        check_flag("learned", learned)
-        self.std = float(std)
+        self.std = positive(self, "std", std, learned)
         self.learned = learned
-        positive(self, "log_std", std, learned)
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        return {"loc": columns(output, "LogNormal"), "scale": self.log_std.exp()}
+        loc = columns(output, "LogNormal")
+        return {"loc": loc, "scale": of_each(self.log_std, loc, "std").exp()}
 
     def chance_nll(self, target: Tensor) -> float | None:
         logs = _logs_of(self, target)
         variance = (logs - logs.nanmean(0)).square().nanmean(0)
-        noise = variance if self.learned else torch.full_like(variance, self.std**2)
+        noise = variance if self.learned else torch.as_tensor(self.std).to(variance).square().expand_as(variance)
         if not bool((noise > 0).all()):
             return None
         return float(((2 * math.pi * noise).log() / 2 + variance / noise / 2 + logs.nanmean(0)).sum())
@@ -77,7 +75,7 @@ class Weibull(Likelihood):
     be centred. `Censored(Weibull())` is for those that have not ended. k = 1 is the exponential distribution.
 
     Args:
-        concentration: k > 0; its initial value if it is learned.
+        concentration: k > 0; its initial value if it is learned. One number, or a list as in `Gaussian`.
         learned: whether to sample log(k) together with the weights. It is then the module's parameter
             `likelihood.log_concentration`, under the module's prior.
         missing: the value of targets that are not observed, see `Likelihood`.
@@ -94,28 +92,29 @@ class Weibull(Likelihood):
     distribution = distributions.Weibull
     log_concentration: Tensor
 
-    def __init__(self, concentration: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+    def __init__(self, concentration: Scales = 1.0, learned: bool = False, missing: float | None = None) -> None:
         super().__init__(missing)
-        check_within("concentration", concentration, "(0, inf)")
-        check_flag("learned", learned)
-        self.concentration = float(concentration)
+        self.concentration = positive(self, "concentration", concentration, learned)
         self.learned = learned
-        positive(self, "log_concentration", self.concentration, learned)
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        return {"log_scale": columns(output, "Weibull"), "concentration": self.log_concentration.exp()}
+        log_scale = columns(output, "Weibull")
+        return {
+            "log_scale": log_scale,
+            "concentration": of_each(self.log_concentration, log_scale, "concentration").exp(),
+        }
 
     def chance_nll(self, target: Tensor) -> float | None:
-        logs = _logs_of(self, target)
-        middle = logs.nanmean(0)
+        found = 0.0
+        for own, logs in by_number(self.concentration, _logs_of(self, target).cpu()):
+            middle = logs.nanmean(0)
 
-        def nll(log_k: float) -> float:  # of the most likely scale, whose k-th power is the mean of y^k
-            k = math.exp(log_k)
-            power = (k * (logs - middle)).exp().nanmean(0).log()
-            return float((1 - log_k + power + middle).sum())
+            def nll(log_k: float, logs: Tensor = logs, middle: Tensor = middle) -> float:
+                # of the most likely scale, whose k-th power is the mean of y^k
+                power = (math.exp(log_k) * (logs - middle)).exp().nanmean(0).log()
+                return float((1 - log_k + power + middle).sum())
 
-        own = math.log(self.concentration)
-        found = minimize_scalar(nll, bounds=LOG_K, method="bounded").fun if self.learned else nll(own)
+            found += minimize_scalar(nll, bounds=LOG_K, method="bounded").fun if self.learned else nll(math.log(own))
         return float(found) if math.isfinite(found) else None
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:

@@ -8,8 +8,18 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_count, check_flag, check_kind, check_within
-from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive, summed, where_observed
+from lightning_sgmcmc.checks import check_count, check_kind, check_within
+from lightning_sgmcmc.likelihoods.base import (
+    Likelihood,
+    Scales,
+    by_number,
+    check_finite,
+    columns,
+    of_each,
+    positive,
+    summed,
+    where_observed,
+)
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture, student_t_normaliser
 from lightning_sgmcmc.tensors import widest
@@ -26,7 +36,7 @@ class Gaussian(Likelihood):
 
     Args:
         std: standard deviation of the noise, > 0, in the units of the (standardised) target; its initial value if it
-            is learned.
+            is learned. One number is of all D; a list has one for each, (D,), or nested ones for channels, (C, 1, 1).
         learned: whether to sample log(std) together with the weights. It is then the module's parameter
             `likelihood.log_std`, under the module's prior.
         missing: the value of targets that are not observed, see `Likelihood`.
@@ -41,42 +51,42 @@ class Gaussian(Likelihood):
     distribution = Normal
     log_std: Tensor
 
-    def __init__(self, std: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+    def __init__(self, std: Scales = 1.0, learned: bool = False, missing: float | None = None) -> None:
         super().__init__(missing)
-        check_within("std", std, "(0, inf)")
-        check_flag("learned", learned)
-        self.std = float(std)
+        self.std = positive(self, "std", std, learned)
         self.learned = learned
-        positive(self, "log_std", std, learned)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
         check_finite(type(self).__name__, target)
 
     def chance_nll(self, target: Tensor) -> float | None:
         variance = _variance(columns(target, "Gaussian"))
-        noise = variance if self.learned else torch.full_like(variance, self.std**2)
+        noise = variance if self.learned else torch.as_tensor(self.std).to(variance).square().expand_as(variance)
         return float((variance / noise + (2 * math.pi * noise).log()).sum() / 2) if bool((noise > 0).all()) else None
 
     def extra_repr(self) -> str:
         return f"std={self.std}, learned={self.learned}"
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
-        return {"loc": columns(output, "Gaussian"), "scale": self.log_std.exp()}
+        loc = columns(output, "Gaussian")
+        return {"loc": loc, "scale": of_each(self.log_std, loc, "std").exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         output, target, observed = self._paired("Gaussian", output, target)
-        standardised = (target - output) / self.log_std.exp()
-        return summed(-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2, observed)
+        log_std = of_each(self.log_std, output, "std")
+        standardised = (target - output) / log_std.exp()
+        return summed(-standardised.square() / 2 - log_std - math.log(2 * math.pi) / 2, observed)
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         mean = columns(output, "Gaussian")
-        variance = (2 * self.log_std).exp().expand_as(mean)
+        variance = (2 * of_each(self.log_std, mean, "std")).exp().expand_as(mean)
         mean = widest(mean)  # E[f²] - E[f]² below needs the digits
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         output, target, observed = self._paired("Gaussian", output, target)
-        return {"cdf": where_observed(torch.special.ndtr((target - output) / self.log_std.exp()), observed, math.nan)}
+        scale = of_each(self.log_std, output, "std").exp()
+        return {"cdf": where_observed(torch.special.ndtr((target - output) / scale), observed, math.nan)}
 
 
 class HeteroscedasticGaussian(Likelihood):
@@ -142,7 +152,8 @@ class StudentT(Likelihood):
 
     Args:
         df: degrees of freedom, > 2, so that predictions have a standard deviation.
-        scale: > 0, in the units of the (standardised) target; its initial value if it is learned.
+        scale: > 0, in the units of the (standardised) target; its initial value if it is learned. One number, or a list
+            as in `Gaussian`.
         learned: whether to sample log(scale) together with the weights. It is then the module's parameter
             `likelihood.log_scale`, under the module's prior.
         missing: the value of targets that are not observed, see `Likelihood`.
@@ -160,34 +171,34 @@ class StudentT(Likelihood):
     log_scale: Tensor
 
     def __init__(
-        self, df: float = 4.0, scale: float = 1.0, learned: bool = False, missing: float | None = None
+        self, df: float = 4.0, scale: Scales = 1.0, learned: bool = False, missing: float | None = None
     ) -> None:
         super().__init__(missing)
-        check_flag("learned", learned)
         check_within("df", df, "(2, inf)")
-        check_within("scale", scale, "(0, inf)")
         self.df = float(df)
-        self.scale = float(scale)
+        self.scale = positive(self, "scale", scale, learned)
         self.learned = learned
-        positive(self, "log_scale", self.scale, learned)
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
         loc = columns(output, "StudentT")
-        return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": self.log_scale.exp()}
+        return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": of_each(self.log_scale, loc, "scale").exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         output, target, observed = self._paired("StudentT", output, target)
-        z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
-        return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - self.log_scale, observed)
+        log_scale, half = of_each(self.log_scale, output, "scale"), (self.df + 1) / 2
+        z = (target - output) / log_scale.exp()
+        return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - log_scale, observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
         numbers = widest(columns(target, "StudentT")).flatten(1)
         if numbers.shape[1] > MOST_FITTED or not bool((_variance(numbers) > 0).all()):
             return None
-        fixed, found = {"fdf": self.df} | ({} if self.learned else {"fscale": self.scale}), 0.0
-        for own in numbers.unbind(1):
-            known = own[~own.isnan()].cpu().numpy()
-            found -= float(stats.t.logpdf(known, *stats.t.fit(known, **fixed)).sum())
+        found = 0.0
+        for scale, several in by_number(self.scale, numbers.cpu()):
+            fixed = {"fdf": self.df} | ({} if self.learned else {"fscale": scale})
+            for own in several.unbind(1):
+                known = own[~own.isnan()].numpy()
+                found -= float(stats.t.logpdf(known, *stats.t.fit(known, **fixed)).sum())
         return found / len(numbers) if len(numbers) else None
 
     def extra_repr(self) -> str:

@@ -109,6 +109,10 @@ def _fit(network: EnergyModel, loader: Any, hessian: Hessian, prior_precision: f
     options: dict[str, Any] = {"prior_precision": prior_precision or 1.0}
     kind = "classification"
     if isinstance(likelihood, Gaussian):
+        if likelihood.log_std.numel() > 1:
+            raise ValueError(
+                f"last_layer_laplace takes one noise for all targets, got Gaussian(std={likelihood.std}): pass a number"
+            )
         kind, options["sigma_noise"] = "regression", float(likelihood.log_std.exp())
     fitted = laplace.Laplace(
         _Network(network), kind, subset_of_weights="last_layer", hessian_structure=hessian, **options

@@ -492,7 +492,7 @@ def are_named_by_numbers(classes: Sequence[Any]) -> bool:
 
 
 def check_broadcasts(name: str, scale: float | Sequence[float] | Tensor, target: Tensor) -> None:
-    """Raise ValueError unless the scaling of targets (n, …) is one for all, or broadcasts to one of them."""
+    """Raise ValueError unless numbers are one for all targets (n, …), or broadcast to one of them."""
     shape, wanted = tuple(torch.as_tensor(scale).shape), tuple(target.shape[1:])
     pairs = list(zip(reversed(shape), reversed(wanted), strict=False))
     fits = len(shape) <= len(wanted) and all(own in (1, size) for own, size in pairs)
@@ -500,8 +500,8 @@ def check_broadcasts(name: str, scale: float | Sequence[float] | Tensor, target:
         return
     remedy = f", or {(*shape, *(1,) * (len(wanted) - 1))} for channels" if len(shape) == 1 and len(wanted) >= 3 else ""
     raise ValueError(
-        f"{name} of the targets' scaling has shape {shape}, and a target has shape {wanted}: pass one number, or a "
-        f"tensor that broadcasts to one target{remedy}"
+        f"{name} has shape {shape}, and a target has shape {wanted}: pass one number, or numbers "
+        f"that broadcast to one target{remedy}"
     )
 
 

@@ -48,6 +48,7 @@ LIKELIHOODS: dict[str, Any] = {
     "Bernoulli": (Bernoulli, lambda x: (x[:, 0] > 0).float()),
     "Gaussian": (Gaussian, lambda x: x @ torch.ones(4, 2)),
     "Gaussian, learned": (lambda: Gaussian(0.5, learned=True), lambda x: x @ torch.ones(4, 2)),
+    "Gaussian, one each": (lambda: Gaussian([0.5, 0.7], learned=True), lambda x: x @ torch.ones(4, 2)),
 }
 
 

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, LaplacePrior
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, LaplacePrior, Likelihood, StudentT
 from lightning_sgmcmc.callbacks import (
     AutoSampling,
     BayesianModelAverage,
@@ -50,10 +51,18 @@ def test_a_linear_regression_with_flat_targets_has_a_plan(shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "warns"), [(Gaussian(), True), (Gaussian(0.3), False), (Gaussian(1, True), False)]
+    ("likelihood", "warns"),
+    [
+        (Gaussian(), True),
+        (Gaussian(0.3), False),
+        (Gaussian(1, True), False),
+        (StudentT(), True),
+        (StudentT(4.0, 0.3), False),
+        (StudentT(learned=True), False),
+    ],
 )
 def test_a_fixed_noise_as_large_as_the_targets_is_named(
-    likelihood: Gaussian, warns: bool, recwarn: pytest.WarningsRecorder
+    likelihood: Likelihood, warns: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     x = torch.randn(60, 1)
     data = TableDataModule(x, 100 * x[:, 0], batch_size=20, task="regression")
@@ -61,6 +70,16 @@ def test_a_fixed_noise_as_large_as_the_targets_is_named(
     trainer.fit(BayesianModule(nn.Linear(1, 1), likelihood, lr=0.01), datamodule=data)
     said = [str(w.message) for w in recwarn if "as large as the spread of the standardised targets" in str(w.message)]
     assert len(said) == warns
+
+
+@pytest.mark.parametrize(("std", "tells"), [(1.0, True), ([1.0, 1.0], False)])
+def test_one_noise_for_several_targets_is_told(std: Any, tells: bool, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(60, 2)
+    data = TableDataModule(x, 100 * x, batch_size=20, task="regression")
+    trainer = quiet_trainer(max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1)])
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        trainer.fit(BayesianModule(nn.Linear(2, 2), Gaussian(std, learned=True), lr=0.01), datamodule=data)
+    assert ("Gaussian has one noise for all 2 targets; std=[1.0] * 2 has one for each" in caplog.text) is tells
 
 
 def test_one_sample_of_a_trial_is_one(capsys: pytest.CaptureFixture[str]) -> None:
