@@ -29,16 +29,9 @@ from lightning_sgmcmc.chains.trainer import (
 )
 from lightning_sgmcmc.fit.passes import LIGHTNING, OWN, definer
 from lightning_sgmcmc.likelihoods import Censored, ClassLikelihood, Gaussian, Ordinal, StudentT
+from lightning_sgmcmc.likelihoods.numbers import doubt_of_noise
 from lightning_sgmcmc.model import check_methods
-from lightning_sgmcmc.namespace import (
-    OTHER,
-    PACKAGES,
-    is_of_other_namespace,
-    pl,
-    rank_zero_info,
-    rank_zero_warn,
-    way_out,
-)
+from lightning_sgmcmc.namespace import OTHER, PACKAGES, is_of_other_namespace, pl, rank_zero_warn, way_out
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -184,20 +177,12 @@ def check_start(trainer: pl.Trainer, module: ChainModel, sampler: Sampler) -> No
 
 
 def _check_noise(trainer: pl.Trainer, module: ChainModel) -> None:
-    """Tell of noise that does not suit standardised targets: fixed and as large as their spread, or one for several."""
+    """Warn of noise that does not suit standardised targets."""
     likelihood, spread = module.likelihood, getattr(getattr(trainer, "datamodule", None), "target_std", None)
-    if spread is None or not isinstance(likelihood, Gaussian | StudentT):
-        return
-    name, noise = ("std", likelihood.std) if isinstance(likelihood, Gaussian) else ("scale", likelihood.scale)
-    made, count = type(likelihood).__name__, torch.as_tensor(spread).numel()
-    if not likelihood.learned and float(torch.as_tensor(noise).max()) >= 1:
-        rank_zero_warn(
-            f"{made}({name}={noise}) says that the noise is as large as the spread of the standardised targets, so "
-            f"intervals are too wide: pass {made}(learned=True), or the noise's {name} over the standard deviation of "
-            "the targets."
-        )
-    elif count > 1 and torch.as_tensor(spread).dim() == 1 and isinstance(noise, float):
-        rank_zero_info(f"{made} has one noise for all {count} targets; {name}=[{noise}] * {count} has one for each.")
+    if spread is not None and isinstance(likelihood, Gaussian | StudentT):
+        doubt = doubt_of_noise(likelihood, torch.as_tensor(spread))
+        if doubt is not None:
+            rank_zero_warn(doubt)
 
 
 def _check_step_size(sampler: Sampler) -> None:

@@ -324,16 +324,15 @@ def positive(likelihood: Likelihood, name: str, value: Scales, learned: bool) ->
     check_flag("learned", learned)
     if isinstance(value, Sequence | Tensor | np.ndarray) and not isinstance(value, str):
         try:
-            plain = value if isinstance(value, Sequence) else value.tolist()
-            each = torch.tensor(plain, dtype=torch.float64, device="cpu")
+            each = np.asarray(value if isinstance(value, Sequence) else value.tolist(), dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} must be a number, or a list with one for each target, got {value!r}") from error
-        if not each.numel():
+        if not each.size:
             raise ValueError(f"{name} is empty: pass a number, or a list with one for each target")
-        each = each.reshape(1) if each.numel() == 1 else each
+        each = each.reshape(1) if each.size == 1 else each
         for number in each.flatten().tolist():
             check_within(name, number, "(0, inf)")
-        value, log_value = each.tolist(), torch.tensor(each.log().tolist())
+        value, log_value = each.tolist(), torch.tensor(np.log(each).tolist())
     else:
         check_within(name, value, "(0, inf)")
         value, log_value = float(value), torch.tensor(math.log(value))

@@ -268,6 +268,24 @@ class MixtureOfGaussians(Likelihood):
         return f"{own}, axis={self.axis}"
 
 
+def doubt_of_noise(likelihood: Gaussian | StudentT, spread: Tensor) -> str | None:
+    """Return why a noise does not suit standardised targets: it is as large as their spread, or one for several."""
+    name, noise = ("std", likelihood.std) if isinstance(likelihood, Gaussian) else ("scale", likelihood.scale)
+    made, several = type(likelihood).__name__, spread.numel()
+    if not likelihood.learned and float(torch.as_tensor(noise).max()) >= 1:
+        return (
+            f"{made}({name}={noise}) says that the noise is as large as the spread of the standardised targets, so "
+            f"intervals are too wide: pass {made}(learned=True), or the noise's {name} over the standard deviation of "
+            "the targets."
+        )
+    if several > 1 and spread.dim() == 1 and isinstance(noise, float):
+        return (
+            f"{made} has one noise for all {several} targets, so intervals are too wide for some and too narrow "
+            f"for others: pass {made}({name}=[{noise}] * {several}, learned=True) for one each."
+        )
+    return None
+
+
 def _checked_axis(axis: int) -> int:
     check_kind("axis", axis, int, optional=False)
     if axis == 0:

@@ -73,13 +73,14 @@ def test_a_fixed_noise_as_large_as_the_targets_is_named(
 
 
 @pytest.mark.parametrize(("std", "tells"), [(1.0, True), ([1.0, 1.0], False)])
-def test_one_noise_for_several_targets_is_told(std: Any, tells: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_noise_for_several_targets_is_named(std: Any, tells: bool, recwarn: pytest.WarningsRecorder) -> None:
     x = torch.randn(60, 2)
     data = TableDataModule(x, 100 * x, batch_size=20, task="regression")
     trainer = quiet_trainer(max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1)])
-    with caplog.at_level("INFO", "pytorch_lightning"):
-        trainer.fit(BayesianModule(nn.Linear(2, 2), Gaussian(std, learned=True), lr=0.01), datamodule=data)
-    assert ("Gaussian has one noise for all 2 targets; std=[1.0] * 2 has one for each" in caplog.text) is tells
+    trainer.fit(BayesianModule(nn.Linear(2, 2), Gaussian(std, learned=True), lr=0.01), datamodule=data)
+    said = [str(w.message) for w in recwarn if "one noise for all 2 targets" in str(w.message)]
+    assert len(said) == tells
+    assert all("pass Gaussian(std=[1.0] * 2, learned=True)" in text for text in said)
 
 
 def test_one_sample_of_a_trial_is_one(capsys: pytest.CaptureFixture[str]) -> None:

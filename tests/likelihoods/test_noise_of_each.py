@@ -123,7 +123,7 @@ def test_a_store_keeps_the_noise_of_each(tmp_path: Path, chains: int, options: d
     posterior = Posterior.load(tmp_path)
     states = [sample.parameters["likelihood.log_std"] for sample in posterior.store]
     assert all(state.shape == (2,) for state in states)
-    assert torch.stack(states).exp().mean(0).tolist() == pytest.approx([0.2, 0.8], rel=0.3)
+    assert torch.stack(states).exp().mean(0).tolist() == pytest.approx([0.2, 0.8], rel=0.5)
     assert module.posterior is not None
     found, expected = (p.predict(table.splits[1].inputs).std for p in (posterior, module.posterior))
     torch.testing.assert_close(found, expected)
