@@ -1,6 +1,7 @@
 """AutoSampling: a fixed sampler and step size; prior scale, temperature and weights by validation data."""
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,38 +12,27 @@ import torch
 import yaml
 from torch import Tensor
 
-from lightning_sgmcmc.batches.rows import resolve_num_data
+from lightning_sgmcmc.batches.rows import num_data_of
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
-from lightning_sgmcmc.callbacks.run_summary import RunSummary
-from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.schedule import WholeRunSchedule
 from lightning_sgmcmc.chains.callback import Run
 from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, draw_samples, on_cpu
-from lightning_sgmcmc.chains.schedule import RunBudget, RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.schedule import RunBudget, RunLength, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.trainer import instances_of, is_trial, run_folder
-from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
+from lightning_sgmcmc.checks import check_choice, check_count, check_pairs, check_positive, check_within
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.evaluation.passes import undisturbed
-from lightning_sgmcmc.evaluation.scoring import (
-    DrawingScores,
-    SampleScores,
-    Scorer,
-    in_host_memory,
-    of_observed,
-    scores_on,
-    states_on,
-)
+from lightning_sgmcmc.evaluation.passes import score_samples, some_training_data
+from lightning_sgmcmc.evaluation.scoring import DrawingScores, Scores
 from lightning_sgmcmc.files import warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import CHOICES, shown_path
-from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
-from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence
+from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence, unexplained
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_sample
@@ -65,6 +55,11 @@ LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 largest σ that this gives; the same at temperature 1."""
 FEW_NUMBERS, LIMITS_OF_NUMBERS = 450, (0.2, 1.0)
 """Fewer data of a regression have a higher temperature; limits of their prior like those above."""
+DECIDED, MOST_LEFT_OUT = 0.15, 4_096
+"""Without validation data: the share of the draws that decide the temperature, by so many training data."""
+FOLLOWED, PREDICTED, FIRST_GAIN = (0.03, 0.08), (0.45, 0.65), 3.0
+"""Unexplained shares of numbers, and of classes, up to which the samples become cold and from which they stay at
+temperature 1; σ of classes until then, over that of fresh weights."""
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 LR_SHARE_OF_CLASSES = 0.3
@@ -97,8 +92,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
-    Without validation data, which a warning says, σ stays, τ is 1 in a regression, and the draws count alike. Below
-    about a hundred data that predicts better than to hold some of them out; above, the scale is a guess.
+    Without validation data, which a warning says, τ is 1 at first. After 15 % of the draws each training datum, of some
+    4,000 at most, is predicted by them without itself (leave-one-out densities). If the NLL is below 0.45 of a guess's,
+    or the errors of numbers below 3 % of the variance, τ and σ become those above; from 0.65 or 8 % on they stay, and
+    between they are interpolated. Draws before a change get no weight; the others count alike.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
@@ -128,8 +125,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     Raises:
         ValueError: for an argument out of range; at the start of the fit, without an end of the run.
 
-    Source: Guo et al. 2017 (calibration temperature); Yao et al. 2018 (stacking); Wenzel et al. 2020 (cold posteriors).
-    That the temperature sets the prior's scale is this library's rule; recipe `equal_cost` shows what it gives.
+    Source: Guo et al. 2017 (calibration temperature); Yao et al. 2018 (stacking); Wenzel et al. 2020 (cold posteriors);
+    Gelfand et al. 1992 (leave-one-out). The rules for σ and τ are this library's; recipe `equal_cost` shows their use.
 
     Example::
 
@@ -162,6 +159,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         for name, value in (("prior_std", prior_std), ("temperature", temperature)):
             if value is not None:
                 check_positive(name, value)
+        check_pairs("temperatures", temperatures, "[step, temperature]")
+        for scales in prior_scales or ():
+            check_pairs("prior_scales", scales, "[step, std]")
         self.objective = objective
         self.budget = budget
         self.num_draws = num_draws
@@ -188,9 +188,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._scores = DrawingScores()
         self._num_scored = 0  # steps whose draws were evaluated
         self._scored: tuple[int, Tensor | None] | None = None  # the present draws' step, and the targets
-        self.heated: list[tuple[int, float]] = []
-        """The temperatures of a regression, and the steps from which they hold."""
+        self.new_temperatures: list[tuple[int, float]] = []
+        """The temperatures after the first, and the steps from which they hold."""
         self._validates: bool | None = None  # whether the run has validation data, once that is known
+        self._left_out: dict[tuple[int, int], Tensor] | None = None
+        """While they decide the temperature: log p(y_i) of training data, by step and chain."""
         self._hot: list[PosteriorSample] = []  # the draws of the part at temperature 1, in host memory
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
@@ -203,7 +205,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "has none: pass objective='nll' or 'ood'"
             )
         self._lr_share = LR_SHARE_OF_CLASSES if has_classes and self.objective != "ood" else LR_SHARE
-        self._num_data = _num_data_of(trainer, module)
+        self._num_data = num_data_of(trainer, module)
         self._is_regression = getattr(module.likelihood, "per_sample_term", None) == "mean"
         temperature, std = self._start(module)
         given_temperature, given_std = self._given
@@ -225,6 +227,13 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         share, (decay, most) = count / FEW_NUMBERS, LIMITS_OF_NUMBERS
         std = max(HOT_STD if is_hot else 0.35, min(most, (decay * count) ** -0.5))
         return 1.0 if is_hot else float(f"{min(1.0, 0.1 / share):.3g}"), float(f"{std:.3g}")
+
+    def _undecided(self, module: ChainModel, most: float) -> float:
+        """Return σ for labels that may be noisy, from 0.3 to the cold samples', by the scale of fresh weights."""
+        axes = int(module.chains.stacked is not None)  # that of chains
+        each = [p.shape[axes:] for p in named_trainable(module).values() if p.dim() - axes > 1]
+        fresh = math.sqrt(sum(shape[0] for shape in each) / max(1, 3 * sum(shape.numel() for shape in each)))
+        return float(f"{min(max(0.3, FIRST_GAIN * fresh), most):.3g}")
 
     def _suiting(self, std: float, is_hot: bool) -> float:
         """Return σ, or a larger one for few data: the prior's share of the mean loss, |θ|²/(2·N·σ²), has a limit."""
@@ -255,8 +264,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._budget.begin(trainer)
         is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
         is_free = (self._given[0], self.prior_scales, self.temperatures) == (None, None, None)
-        if is_free and self._is_regression and not self._validates:
-            self.temperature = 1.0  # that of the posterior, where nothing tells noise from what inputs explain
+        if is_first and is_free and not self._validates and self.objective != "ood":
+            self.temperature, self._left_out = 1.0, {}
+            if not self._is_regression and self._given[1] is None:
+                self.prior_std = self._start_std = self._undecided(module, self._start_std)
+                module.prior = self._prior(module)
         super().plan(trainer, module)
         chains = module.chains.layout.total_chains
         if self.prior_scales is not None and len(self.prior_scales) != chains:
@@ -275,18 +287,18 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                     f"AutoSampling(prior_std={wanted:g}{also}), or num_data=… to the module, which chooses it"
                 )
         if is_first and not self._validates and not is_trial(trainer) and self.objective != "ood":
-            scale = "" if self.prior_scales else f"the prior's standard deviation stays {self._start_std:g}, "
-            scale += f"the temperature {self.temperature:g}, and "
+            chooses = ", the training data choose the temperature" if is_free else ""
             rank_zero_warn(
-                f"AutoSampling has no validation data, so {scale}the samples count alike: pass validation data, unless "
-                "there are fewer than about 100 data, which are worth more in training"
+                f"AutoSampling has no validation data, so the samples count alike{chooses}: pass validation data, "
+                "unless there are fewer than about 100 data, which are worth more in training"
             )
 
     def plan_note(self) -> str | None:
         if self.objective == "ood":
             return "The samples keep even weights: the objective is to tell out-of-distribution inputs."
         weighed = f"; the validation data will weigh them by {WEIGHTS}." if self._validates else ", as the run does."
-        note = f"The plan counts samples alike{weighed}"
+        asked = "" if self._left_out is None else " The training data may lower the temperature, which is 1 at first."
+        note = f"The plan counts samples alike{weighed}{asked}"
         if self.objective == "nll":
             return note
         return (
@@ -312,7 +324,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     @property
     def has_moved_target(self) -> bool:
-        return bool(self.heated) or any(len({std for _, std in chain}) > 1 for chain in self.chosen.values())
+        return bool(self.new_temperatures) or any(len({std for _, std in chain}) > 1 for chain in self.chosen.values())
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -332,9 +344,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if step > stages.switch:  # what is measured of the stage of sampling, is of the samples that predict
             return StepControls(stages.lr_factor(step), 1.0, Stage.EXPLORATION)
         temperature = None
-        if self.heated:
+        if self.new_temperatures:
             own = step + self.run.chains.progress.warm_steps
-            temperature = next((tau for first, tau in reversed(self.heated) if first < own), None)
+            temperature = next((tau for first, tau in reversed(self.new_temperatures) if first < own), None)
         return StepControls(stages.lr_factor(step), temperature, Stage.SAMPLING)
 
     @property
@@ -367,13 +379,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._scores.begin(drawing.samples)
         step = drawing.samples[0].step
         past = [temperature for first, temperature in self.temperatures or () if 0 < first <= step]
-        self.heated += [(step, temperature) for temperature in past[len(self.heated) :]]
+        self.new_temperatures += [(step, temperature) for temperature in past[len(self.new_temperatures) :]]
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
         self.chosen.setdefault(chain, [(0, self._start_std)])
         if loaders := validation_loaders(trainer):
             self._evaluate(trainer, module, sample, loaders[0])
+        elif self._left_out is not None and (loader := some_training_data(trainer, MOST_LEFT_OUT)) is not None:
+            _, self._left_out[sample.step, chain], target = self._score(sample, loader, math.inf)
+            self._scored = sample.step, target
         if not isinstance(module.prior, HierarchicalPrior):
             return
         if self.prior_scales is not None:
@@ -383,19 +398,19 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         elif self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch:
             self._choose(module, chain, sample.step, self._suiting(HOT_STD, True))
 
+    def _score(self, sample: PosteriorSample, data: Any, limit: float) -> Scores:
+        """Return a draw's scores on some batches; the targets are checked with the first draw."""
+        run = self.run
+        score = functools.partial(score_samples, run.trainer, run.module, data, limit, not self._densities)
+        return self._scores.of(sample, score).on_loaders[0]
+
     def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
         """Keep a draw's densities of the validation data, and add it to its chain's average."""
-
-        def score(samples: list[PosteriorSample]) -> list[SampleScores]:
-            with undisturbed(trainer, module):
-                states, limit = states_on(module.device, samples), trainer.num_val_batches[0]
-                scorer = Scorer(module, checks=not self._densities)  # of the first draw
-                found = in_host_memory(scores_on(trainer, module, scorer, states, loader, limit))
-            return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
-
         averages = instances_of(trainer, BayesianModelAverage)
-        scores = averages[0].scores_of(trainer, module, sample) if averages else self._scores.of(sample, score)
-        terms, log_density, target = scores.on_loaders[0]
+        if averages:
+            terms, log_density, target = averages[0].scores_of(trainer, module, sample).on_loaders[0]
+        else:
+            terms, log_density, target = self._score(sample, loader, trainer.num_val_batches[0])
         self._densities[sample.step, sample.chain] = log_density.float().cpu()
         self._blocks[sample.chain].add(terms, log_density, 0.0)
         self._scored = sample.step, target
@@ -406,6 +421,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return
         (step, target), self._scored = self._scored, None
         self._num_scored += 1
+        if self._left_out is not None:
+            if self._num_scored >= DECIDED * self.num_draws and target is not None:
+                self._decide(pl_module, step, target)
+            return
         first, size = (max(1, round(share * self.num_draws)) for share in (FIRST_BLOCK, BLOCK))
         if self.objective == "ood" or self._num_scored < first or (self._num_scored - first) % size:
             return
@@ -425,6 +444,20 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             if factor is not None:
                 self._warm(pl_module, step, factor, noise)
 
+    def _decide(self, module: ChainModel, step: int, target: Tensor) -> None:
+        """Let the samples become cold if those at temperature 1 predict the training data well, each datum left out."""
+        assert self._left_out
+        each, self._left_out = torch.stack(list(self._left_out.values())), None
+        share = unexplained(module.likelihood, each, target)
+        ends = FOLLOWED if self._is_regression else PREDICTED
+        warmth = 1.0 if share is None else float(np.interp(share, ends, (0.0, 1.0)))
+        if warmth < 1:
+            cold, std = self._start(module)
+            self.new_temperatures.append((step, float(f"{cold ** (1 - warmth):.4g}")))
+            if isinstance(module.prior, HierarchicalPrior) and self._given[1] is None:
+                for chain in self.chosen:
+                    self._choose(module, chain, step, std ** (1 - warmth) * self._start_std**warmth)
+
     def _adapt(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
         """Set the prior's scale of each chain by its newest draws."""
         for chain, block in blocks.items():
@@ -438,7 +471,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         power, now = float(np.interp(noise, NOISE, POWERS)), self._newest_temperature
         raised = float(f"{min(now * max(factor, 1.0) ** power, 1.0):.4g}")
         if raised > now:
-            self.heated.append((step, raised))
+            self.new_temperatures.append((step, raised))
         elif now == 1 and power and isinstance(module.prior, HierarchicalPrior) and self.prior_scales is None:
             for chain, [*_, (_, std)] in self.chosen.items():
                 if (tighter := max(std / max(factor, 1.0), min(HOT_STD, std))) < std:
@@ -447,7 +480,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     @property
     def _newest_temperature(self) -> float:
         assert self.temperature is not None
-        return self.heated[-1][1] if self.heated else self.temperature
+        return self.new_temperatures[-1][1] if self.new_temperatures else self.temperature
 
     def _choose(self, module: ChainModel, chain: int, step: int, std: float) -> None:
         self.chosen[chain].append((step, float(f"{std:.4g}")))
@@ -497,6 +530,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def _weights_of(self, posterior: Posterior) -> list[float] | None:
         """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""
         places = [(record.step, record.chain) for record in posterior.records]
+        if places and not self._validates and any(tau < 1 == self.temperature for _, tau in self.new_temperatures):
+            kept = [step > self.new_temperatures[0][0] for step, _ in places]  # of the last temperature
+            return [0.0 if is_kept else -50.0 for is_kept in kept]
         if not places or not all(place in self._densities for place in places):
             return None
         each = torch.stack([self._densities[place] for place in places])
@@ -510,8 +546,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
         lengths = None if self.budget is None else [list(pair) for pair in self._budget.lengths]
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales, "lengths": lengths}
-        if self.heated:
-            arguments["temperatures"] = [list(pair) for pair in self.heated]
+        if self.new_temperatures:
+            arguments["temperatures"] = [list(pair) for pair in self.new_temperatures]
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
     def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
@@ -532,7 +568,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         told = ""
         if posterior.novelty is not None:
             told = f"; mutual information by {len(posterior.novelty)} samples at temperature 1, prior std {HOT_STD:g}"
-        temperature = f"{self.temperature:g}" + (f" to {self._newest_temperature:.3g}" if self.heated else "")
+        temperature = f"{self.temperature:g}" + (f" to {self._newest_temperature:.3g}" if self.new_temperatures else "")
         rank_zero_info(f"AutoSampling: {prior}, temperature {temperature}, {weights}{told}{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -541,12 +577,14 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if saved is not None:
             self._budget.restore(saved["budget_steps"], saved.get("budget_lengths", ()))
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
-            self._num_scored, self.heated = saved["num_scored"], list(saved["heated"])
+            self._num_scored, self.new_temperatures = saved["num_scored"], list(saved["new_temperatures"])
             shared = run.chains.sharing.tensors()
             self._hot = [PosteriorSample(**sample, shared=shared) for sample in saved.get("hot", [])]
             for chain, block in saved["blocks"].items():
                 self._blocks[chain].load_state_dict(block)
         super().begin(run, saved)
+        if saved is not None:
+            self._left_out = saved["left_out"]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
@@ -555,46 +593,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "densities": dict(self._densities),
             "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
             "num_scored": self._num_scored,
-            "heated": list(self.heated),
+            "new_temperatures": list(self.new_temperatures),
             "chosen": dict(self.chosen),
+            "left_out": self._left_out,
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }
-
-
-def _num_data_of(trainer: pl.Trainer, module: ChainModel) -> int | None:
-    """Return N; None where data are the module's own, which its `setup` makes only later."""
-    source = trainer.fit_loop._data_source
-    if isinstance(source.instance, pl.LightningModule) and module.replaces("setup"):
-        return module.given_num_data
-    return resolve_num_data(module.given_num_data, trainer, type(module).__name__)[0]
-
-
-def recommended(
-    folder: str | Path | None = None, sampling: Schedule | None = None, name: str = "run"
-) -> list[pl.Callback]:
-    """Return the five callbacks of a usual run, a list like any other: extend it, or leave one out.
-
-    They are the schedule, `SampleCollector`, `BayesianModelAverage`, `ChainHealth` and `RunSummary`. Whoever changes
-    more than these arguments writes the five down; their order in the trainer's list does not matter.
-
-    Args:
-        folder: of the samples; None uses `samples` in the run's folder.
-        sampling: the schedule; None is `AutoSampling()`, which also chooses prior, sampler and lr.
-        name: the run's name in `results.json`.
-
-    Raises:
-        TypeError: if `sampling` is no schedule.
-
-    Example::
-
-        trainer = pl.Trainer(max_epochs=100, callbacks=recommended("samples"))
-        trainer = pl.Trainer(max_epochs=200, callbacks=[*recommended(sampling=CyclicalSchedule()), EWSG()])
-    """
-    if sampling is not None and not isinstance(sampling, Schedule):
-        called = sampling.__name__ if isinstance(sampling, type) else type(sampling).__name__
-        raise TypeError(
-            f"sampling should be a schedule, got {called}: pass an object such as SamplingSchedule(every_n_epochs=1), "
-            "and append other callbacks to the list"
-        )
-    schedule = AutoSampling() if sampling is None else sampling
-    return [schedule, SampleCollector(folder), BayesianModelAverage(), ChainHealth(), RunSummary(name)]

@@ -46,6 +46,17 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be positive, got {value}")
 
 
+def check_pairs(name: str, value: Any, what: str) -> None:
+    """Raise unless `value` is None or a sequence of pairs, a number ≥ 0 and one > 0, called as in "[step, std]"."""
+    pairs = () if value is None else value
+    is_list = isinstance(pairs, Sequence) and not isinstance(pairs, str)
+    if not is_list or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise TypeError(f"{name} must be a list of {what} pairs, as in an earlier run's auto.yaml, got {value!r}")
+    for first, second in pairs:
+        check_within(name, first, "[0, inf)")
+        check_within(name, second, "(0, inf)")
+
+
 def check_control(name: str, value: Any) -> None:
     """Raise unless `value` is None, a finite number ≥ 0 or a sequence of them, one for each chain."""
     if isinstance(value, str) or not isinstance(value, Sequence):

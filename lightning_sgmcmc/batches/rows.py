@@ -142,6 +142,14 @@ class RowsAt(torch_data.Dataset[Any]):
         return chosen if isinstance(self._indices, range) else [self._indices[place] for place in chosen]
 
 
+def num_data_of(trainer: pl.Trainer, module: Any) -> int | None:
+    """Return N; None where data are the module's own, which its `setup` makes only later."""
+    source = trainer.fit_loop._data_source
+    if isinstance(source.instance, pl.LightningModule) and module.replaces("setup"):
+        return module.given_num_data
+    return resolve_num_data(module.given_num_data, trainer, type(module).__name__)[0]
+
+
 def resolve_num_data(
     given: int | None, trainer: pl.Trainer, module: str, rows: TrainingRows | None = None
 ) -> tuple[int, bool]:

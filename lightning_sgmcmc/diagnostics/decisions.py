@@ -307,6 +307,22 @@ def window_weights(log_densities: Tensor, steps: Sequence[int]) -> Tensor:
     return found.softmax(0) @ windows
 
 
+def leave_one_out_nll(log_densities: Tensor) -> float:
+    """Return the mean NLL of the data of a fit, each as predicted without it, by the posterior's samples.
+
+        p(y_i|D without i) = 1 / (Σ_j 1/p_j(y_i) / S)
+
+    It holds for samples at temperature 1, and is too low if they are few.
+
+    Args:
+        log_densities: log p_j(y_i) of the data that were sampled, shape (S, n).
+
+    Source: Gelfand, Dey & Chang 1992 (conditional predictive ordinates).
+    """
+    logs = widest(log_densities)
+    return float((logs.neg().logsumexp(0) - math.log(len(logs))).mean())
+
+
 def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) -> float:
     """Return the factor f with the least Σ_i NLL_i(f) + (log f)²/(2·s²), by the mean NLL at each factor (F,)."""
     penalty = widest(factors).log().square() / (2 * prior_std**2)

@@ -16,8 +16,17 @@ from lightning_sgmcmc.batches.rows import TrainingRows, rows_of, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.chains.execution import evaluation_mode, network_state, state_of, undisturbed_generators
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.together import States, TogetherCall
-from lightning_sgmcmc.evaluation.scoring import EvaluationShare
+from lightning_sgmcmc.evaluation.scoring import (
+    EvaluationShare,
+    SampleScores,
+    Scorer,
+    in_host_memory,
+    of_observed,
+    scores_on,
+    states_on,
+)
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import pl, rank_zero_warn
 from lightning_sgmcmc.priors import GaussianPrior, Prior
@@ -166,6 +175,32 @@ def plain_data(datamodule: Any) -> Any:
     """Return a datamodule's training data without augmentation, None without such a method."""
     plain = getattr(datamodule, "training_data", None)
     return plain() if callable(plain) and not isinstance(plain, Dataset) else None
+
+
+def some_training_data(trainer: pl.Trainer, most: int) -> Any | None:
+    """Return a loader of this process's share of about `most` training data, spread evenly over all and without
+    augmentation; None where their rows are not known."""
+    rows = training_rows(trainer)
+    if rows.indices is None:
+        return None
+    stride = max(1, len(rows.indices) // most)
+    places = range(trainer.global_rank * stride, len(rows.indices), trainer.world_size * stride)
+    return rows.loader(places, plain_data(getattr(trainer, "datamodule", None)), passes=1)
+
+
+def score_samples(
+    trainer: pl.Trainer,
+    module: EnergyModel,
+    loader: Any,
+    limit: float,
+    checks: bool,
+    samples: Sequence[PosteriorSample],
+) -> list[SampleScores]:
+    """Return the scores of samples on a loader's data in one pass; of the first ones, if not all fit into memory."""
+    with undisturbed(trainer, module):
+        states = states_on(module.device, samples)
+        found = in_host_memory(scores_on(trainer, module, Scorer(module, checks=checks), states, loader, limit))
+    return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
 
 
 # -- full energy -------------------------------------------------------------------------------------------------------

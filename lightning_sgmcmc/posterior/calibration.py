@@ -1,5 +1,6 @@
 """Calibration of a posterior's predictions by one number that is fitted on validation data."""
 
+import copy
 import hashlib
 import json
 import math
@@ -85,6 +86,29 @@ def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) ->
     deviation = 1.4826 * (numbers - widest(prediction.mean).flatten(1)).abs().nanmedian(0).values
     variance = (numbers - numbers.nanmean(0)).square().nanmean(0)
     return float((deviation.square() / variance)[variance > 0].nanmean().nan_to_num(0.0))
+
+
+def unexplained(likelihood: Any, log_densities: Tensor, target: Tensor) -> float | None:
+    """Return which part of a guess's NLL data have that are predicted each without it; of numbers, of their variance.
+
+        nll/guess,   for D numbers exp(2·(nll - guess)/D)
+
+    None where a guess has no NLL, or a datum none without it.
+
+    Args:
+        likelihood: which says what a guess has.
+        log_densities: of samples at temperature 1 and their training data, shape (S, n).
+        target: of these data.
+    """
+    if not getattr(likelihood, "learned", True):  # a guess with a fixed noise is worse than one that explains nothing
+        likelihood = copy.copy(likelihood)
+        likelihood.learned = True
+    nll, guess = decisions.leave_one_out_nll(log_densities), likelihood.chance_nll(target)
+    if guess is None or not math.isfinite(nll):
+        return None
+    if likelihood.per_sample_term == "mean":
+        return math.exp(min(2 * (nll - guess) * len(target) / target.numel(), 0.0))
+    return float(nll / guess) if guess > 0 else 1.0
 
 
 def _labels_of(likelihood: Any, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:

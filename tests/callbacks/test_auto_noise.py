@@ -81,9 +81,9 @@ def test_the_average_predicts_better_than_a_guess(name: str) -> None:
     auto = AutoSampling(num_draws=40)
     posterior: Any = fit(name, auto, SampleCollector(in_memory=True)).posterior
     found = posterior.evaluate(loaders(CASES[name][2])[2])
-    assert found.bma["nll"] < found.guessing["nll"], (auto.heated, auto.chosen)
+    assert found.bma["nll"] < found.guessing["nll"], (auto.new_temperatures, auto.chosen)
     if name not in ("MultiLabelBernoulli", "soft labels"):
-        assert auto.heated
+        assert auto.new_temperatures
 
 
 def test_the_choice_of_the_temperature_repeats(tmp_path: Path) -> None:
@@ -92,13 +92,13 @@ def test_the_choice_of_the_temperature_repeats(tmp_path: Path) -> None:
     fit("Gaussian", *first, epochs=30)
     written = yaml.safe_load(next(tmp_path.rglob("auto.yaml")).read_text())["init_args"]
     assert written["temperature"] == pytest.approx(45 / 400, abs=1e-3)
-    assert written["temperatures"] == [list(pair) for pair in auto.heated] != []
+    assert written["temperatures"] == [list(pair) for pair in auto.new_temperatures] != []
     again = AutoSampling(**written)
     fit("Gaussian", again, SampleCollector(tmp_path / "again"), epochs=30)
     before, after = Posterior.load(tmp_path / "first"), Posterior.load(tmp_path / "again")
     assert_same(list(before), list(after))
-    assert [record.temperature for record in before.records][-1] == auto.heated[-1][1]
-    assert again.heated == auto.heated
+    assert [record.temperature for record in before.records][-1] == auto.new_temperatures[-1][1]
+    assert again.new_temperatures == auto.new_temperatures
 
 
 @pytest.mark.parametrize("name", ["Gaussian", "StudentT", "Poisson", "Weibull", "survival"])

@@ -63,10 +63,10 @@ def test_noise_raises_the_temperature_and_the_predictions_gain(noisy: tuple[Baye
     taus = [record.temperature for record in module.posterior.records if record.chain == 0]
     assert taus == sorted(taus)
     assert taus[0] == pytest.approx(0.1)
-    assert taus[-1] == pytest.approx(auto.heated[-1][1], rel=1e-3)
+    assert taus[-1] == pytest.approx(auto.new_temperatures[-1][1], rel=1e-3)
     assert taus[-1] > 0.5
     steps = [record.step for record in module.posterior.records if record.chain == 0]
-    assert {step for step, _ in auto.heated} <= set(steps)
+    assert {step for step, _ in auto.new_temperatures} <= set(steps)
     truth, guess = 0.5 * math.log(2 * math.pi * math.e * 0.5), 0.5 * math.log(2 * math.pi * math.e)
     cold = nll(fit(AutoSampling(num_draws=20, temperature=0.1), noise=1.0)[0], 1.0)
     warm = nll(module, 1.0)
@@ -79,25 +79,25 @@ def test_a_temperature_of_ones_own_stays() -> None:
     module, _ = fit(auto, noise=1.0, epochs=6)
     assert module.posterior is not None
     assert [record.temperature for record in module.posterior.records] == pytest.approx([0.2] * 40)
-    assert not auto.heated
+    assert not auto.new_temperatures
 
 
 def test_without_noise_it_stays_cold() -> None:
     auto = AutoSampling(num_draws=20)
     fit(auto, noise=0.05)
-    assert not auto.heated
+    assert not auto.new_temperatures
     assert "temperatures" not in auto.as_configuration()["init_args"]
 
 
 def test_a_resumed_run_goes_on_at_its_temperature(noisy: tuple[BayesianModule, AutoSampling], tmp_path: Path) -> None:
     whole, auto = noisy
-    first = auto.heated[0][0]
+    first = auto.new_temperatures[0][0]
     saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=first + 5, save_top_k=-1)
     fit(AutoSampling(num_draws=20), noise=1.0, callbacks=[saves], enable_checkpointing=True)
     saved = min(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     resumed = AutoSampling(num_draws=20)
     module, _ = fit(resumed, noise=1.0, resume=saved)
-    assert resumed.heated == auto.heated
+    assert resumed.new_temperatures == auto.new_temperatures
     assert whole.posterior is not None
     assert module.posterior is not None
     assert_same(list(whole.posterior)[-8:], list(module.posterior)[-8:])

@@ -1,4 +1,4 @@
-"""AutoSampling without validation data: nothing is chosen, all data train, and the run says so."""
+"""AutoSampling without validation data: all data train, and choose no more than a temperature; the run says so."""
 
 import warnings
 from pathlib import Path
@@ -11,12 +11,15 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributions import Normal
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector, recommended
 from lightning_sgmcmc.cli import main
+from lightning_sgmcmc.diagnostics.decisions import leave_one_out_nll
 from lightning_sgmcmc.estimators import BayesianClassifier, BayesianRegressor
+from lightning_sgmcmc.posterior.calibration import unexplained
 from tests.support.comparisons import assert_same
 from tests.support.trainers import quiet_trainer
 
@@ -45,7 +48,7 @@ def fit(auto: AutoSampling, validates: bool = False, epochs: int = 40, **options
 
 @pytest.mark.parametrize("chains", [1, 2])
 def test_the_draws_are_those_of_a_run_whose_validation_data_choose_nothing(chains: int) -> None:
-    auto = AutoSampling(num_draws=20)
+    auto = AutoSampling(num_draws=20, temperature=0.03)
     without, said = fit(auto, num_chains=chains)
     scales = [[[0, 0.853]]] * chains  # 1/√(0.025·55)
     chosen, _ = fit(AutoSampling(num_draws=20, prior_scales=scales), validates=True, num_chains=chains)
@@ -55,7 +58,7 @@ def test_the_draws_are_those_of_a_run_whose_validation_data_choose_nothing(chain
     assert len(without.posterior) == 20 * chains
     assert_same(list(without.posterior), list(chosen.posterior))
     assert without.posterior.weights.tolist() == pytest.approx([1 / (20 * chains)] * 20 * chains)
-    assert said.count("has no validation data, so the prior's standard deviation stays 0.853") == 1
+    assert said.count("has no validation data, so the samples count alike: pass") == 1
 
 
 def test_scales_of_an_earlier_run_hold_where_all_data_train() -> None:
@@ -67,7 +70,7 @@ def test_scales_of_an_earlier_run_hold_where_all_data_train() -> None:
     _, said = fit(again)
     assert again.as_configuration()["init_args"]["prior_scales"] == scales
     assert "samples count alike" in said
-    assert "standard deviation stays" not in said
+    assert "choose the temperature" not in said
     longer = AutoSampling(num_draws=20, prior_scales=scales)
     fit(longer, epochs=50)
     assert [std for _, std in longer.chosen[0]] == [std for _, std in scales[0]]
@@ -77,11 +80,12 @@ def test_scales_of_an_earlier_run_hold_where_all_data_train() -> None:
 
 def test_a_part_for_novelty_has_its_own_scale() -> None:
     auto = AutoSampling("both", num_draws=20)
-    made, _ = fit(auto)
+    made, _ = fit(auto, epochs=200)
     assert made.posterior is not None
     assert made.posterior.novelty is not None
     assert (len(made.posterior), len(made.posterior.novelty)) == (15, 5)
-    assert [std for _, std in auto.chosen[0]] == [0.853, 0.35]  # at temperature 1
+    assert [std for _, std in auto.chosen[0]] == [0.791, 0.853, 0.35]  # undecided, cold, and at temperature 1
+    assert {record.temperature for record in made.posterior.novelty.records} == {1.0}
 
 
 def test_what_chooses_nothing_does_not_warn() -> None:
@@ -90,14 +94,143 @@ def test_what_chooses_nothing_does_not_warn() -> None:
     assert "validation data, so" not in said
 
 
-def test_numbers_too() -> None:
-    """Where nothing chooses the temperature it is the posterior's, at which noise is no danger."""
-    made, said = fit(AutoSampling(num_draws=20), likelihood=Gaussian(0.2))
+def many(kind: str, noise: float, count: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and labels or numbers, a part of which is noise."""
+    generator = torch.Generator().manual_seed(1)
+    x, kept = torch.randn(count, 4, generator=generator), torch.rand(count, generator=generator) >= noise
+    if kind == "classes":
+        return x, torch.where(kept, (x[:, 0] > 0).long(), torch.randint(0, 2, (count,), generator=generator))
+    return x, (x[:, :1] + noise * torch.randn(count, 1, generator=generator)) / (1 + noise**2) ** 0.5
+
+
+def chosen_by(kind: str, noise: float, auto: AutoSampling | None = None, **options: Any) -> Any:
+    """Return a module's posterior, and the callback that chose, after a fit to all data."""
+    auto = AutoSampling(num_draws=20) if auto is None else auto
+    made = module(None if kind == "classes" else Gaussian(0.5, learned=True), **options)
+    epochs = 60 if kind == "classes" else 300  # a learned noise falls slowly
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=[auto, SampleCollector(in_memory=True)])
+    trainer.fit(made, DataLoader(TensorDataset(*many(kind, noise)), 32, shuffle=True))
+    return made.posterior, auto
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize(("kind", "cold"), [("classes", 0.03), ("numbers", 0.15)])
+def test_data_that_are_predicted_well_make_the_samples_cold(kind: str, cold: float, chains: int) -> None:
+    """After 15 % of the draws, which have no weight from then on; the others count alike."""
+    posterior, auto = chosen_by(kind, 0.0, num_chains=chains)
+    ((step, temperature),) = auto.new_temperatures
+    assert step == auto.laid_out.draw_steps[2]
+    assert temperature == pytest.approx(cold, rel=0.3)
+    records = posterior.records
+    assert {r.temperature for r in records if r.step <= step} == {1.0}
+    assert [r.temperature for r in records if r.step > step] == pytest.approx([temperature] * 17 * chains)
+    expected = [0.0 if r.step <= step else 1 / (17 * chains) for r in records]
+    assert posterior.weights.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "noise"), [("classes", 0.6), ("classes", 1.0), ("numbers", 1.0)])
+def test_noise_keeps_the_posterior(kind: str, noise: float) -> None:
+    posterior, auto = chosen_by(kind, noise)
+    assert auto.new_temperatures == []
+    assert {record.temperature for record in posterior.records} == {1.0}
+    assert posterior.weights.tolist() == pytest.approx([1 / 20] * 20)
+
+
+@pytest.mark.parametrize("make", [lambda: AutoSampling(num_draws=20, temperature=0.5), lambda: AutoSampling("ood")])
+def test_a_temperature_that_was_given_stays(make: Any) -> None:
+    auto = make()
+    posterior, _ = chosen_by("classes", 0.0, auto)
+    assert {record.temperature for record in posterior.records} == {auto.temperature}
+    assert auto.new_temperatures == []
+
+
+def test_the_choice_repeats_by_its_configuration() -> None:
+    posterior, auto = chosen_by("classes", 0.0)
+    made = AutoSampling(**yaml.safe_load(yaml.safe_dump(auto.as_configuration()))["init_args"])
+    again, other = chosen_by("classes", 0.0, made)
+    assert other.new_temperatures == auto.new_temperatures
+    assert_same(list(posterior), list(again))
+    assert again.weights.tolist() == posterior.weights.tolist()
+
+
+@pytest.mark.parametrize("epochs", [20, 40])  # before and after the choice
+def test_a_resumed_run_chooses_the_same(tmp_path: Path, epochs: int) -> None:
+    posterior, auto = chosen_by("classes", 0.0)
+    data = DataLoader(TensorDataset(*many("classes", 0.0)), 32, shuffle=True)
+    found: list[Any] = []
+    for last, path in ((epochs, None), (60, tmp_path / "last.ckpt")):
+        found = [module(), AutoSampling(num_draws=20)]
+        torch.manual_seed(0)
+        stop = [StopAt(last)] if last < 60 else []
+        trainer = quiet_trainer(max_epochs=60, callbacks=[found[1], SampleCollector(tmp_path / "samples"), *stop])
+        trainer.fit(found[0], data, ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert found[1].new_temperatures == auto.new_temperatures
+    assert_same(list(found[0].posterior), list(posterior))
+    assert found[0].posterior.weights.tolist() == posterior.weights.tolist()
+
+
+class StopAt(pl.Callback):
+    """Ends a fit after some epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.should_stop = trainer.current_epoch + 1 >= self._epochs
+
+
+class Stream(IterableDataset[Any]):
+    """Data whose rows are not known."""
+
+    def __iter__(self) -> Any:
+        return iter(TensorDataset(*many("classes", 0.0)))
+
+
+def test_data_whose_rows_are_not_known_choose_nothing() -> None:
+    auto, made = AutoSampling(num_draws=20), module(num_data=300)
+    trainer = quiet_trainer(max_steps=200, callbacks=[auto, SampleCollector(in_memory=True)])
+    trainer.fit(made, DataLoader(Stream(), 32))
     assert made.posterior is not None
-    assert "stays 0.35, the temperature 1," in said
     assert {record.temperature for record in made.posterior.records} == {1.0}
-    error = made.posterior.predict(X).mean - NUMBERS
-    assert error.square().mean() < 0.1 * NUMBERS.var()
+
+
+def test_a_datum_is_predicted_without_itself() -> None:
+    """A mean with a flat prior and n numbers of noise 1: N(the others' mean, 1 + 1/(n-1)); 40,000 samples."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(10, generator=generator, dtype=torch.float64)
+    draws = y.mean() + torch.randn(40_000, generator=generator, dtype=torch.float64) / 10**0.5
+    found = leave_one_out_nll(Normal(draws[:, None], 1.0).log_prob(y))
+    exact = -Normal((y.sum() - y) / 9, (1 + 1 / 9) ** 0.5).log_prob(y).mean()
+    assert found == pytest.approx(float(exact), abs=0.01)
+
+
+def test_what_a_guess_leaves_open() -> None:
+    """Its whole NLL of labels; of numbers the variance, whatever noise the likelihood fixes."""
+    labels, numbers = torch.arange(30) % 3, torch.randn(50, 2, generator=GENERATOR)
+    even = torch.full((4, 30), -np.log(3))
+    assert unexplained(Categorical(), even, labels) == pytest.approx(1.0)
+    assert unexplained(Categorical(), even / 4, labels) == pytest.approx(0.25)
+    spread = numbers - numbers.mean(0)
+    for likelihood in (Gaussian(learned=True), Gaussian(0.1), Gaussian([0.1, 2.0])):
+        for share in (1.0, 0.04):
+            scale = (share * spread.square().mean(0)).sqrt()
+            density = Normal(0.0, scale).log_prob(share**0.5 * spread).sum(1).expand(3, 50)
+            assert unexplained(likelihood, density, numbers) == pytest.approx(share, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperatures": 0.5}, r"temperatures must be a list of \[step, temperature\] pairs"),
+        ({"temperatures": [0.5]}, "temperatures must be a list"),
+        ({"prior_scales": [[0, 0.3]]}, r"prior_scales must be a list of \[step, std\] pairs"),
+        ({"temperatures": [[10, -1.0]]}, r"temperatures must be in \(0, inf\)"),
+    ],
+)
+def test_wrong_choices_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        AutoSampling(**options)
 
 
 def test_the_usual_five_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,10 +240,10 @@ def test_the_usual_five_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[
     trainer.fit(module(), DataLoader(TensorDataset(X, LABELS), 16, shuffle=True))
     assert len(Posterior.load("samples")) == 80
     said = " ".join(capsys.readouterr().out.split())
-    assert "Sampled the posterior? No, this is a cold ensemble" in said
+    assert "Sampled the posterior?" in said
     assert "posterior.evaluate(data)" in said
     (choices,) = tmp_path.rglob("auto.yaml")
-    assert yaml.safe_load(choices.read_text())["init_args"]["prior_scales"] == [[[0, 0.853]]]
+    assert yaml.safe_load(choices.read_text())["init_args"]["prior_scales"] == [[[0, 0.791]]]
 
 
 CONFIGURATION = """\
@@ -132,7 +265,7 @@ def test_the_command_says_what_was_sampled(options: list[str], capsys: pytest.Ca
     frame.assign(label=LABELS.numpy()).to_csv("table.csv", index=False)
     Path("run.yaml").write_text(CONFIGURATION)
     main(["fit", "--config", "run.yaml", "--auto", *options])
-    assert capsys.readouterr().out.count("Sampled the posterior? No, this is a cold ensemble") == 1
+    assert capsys.readouterr().out.count("Sampled the posterior?") == 1
 
 
 @pytest.mark.parametrize(("kind", "targets"), [(BayesianClassifier, LABELS), (BayesianRegressor, NUMBERS[:, 0])])
