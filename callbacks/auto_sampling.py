@@ -20,7 +20,7 @@ from lightning_sgmcmc.chains.chains import ChainModel
 from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, draw_samples, on_cpu
 from lightning_sgmcmc.chains.schedule import RunBudget, RunLength, StepControls
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.chains.trainer import instances_of, is_trial, run_folder
+from lightning_sgmcmc.chains.trainer import fit_steps, instances_of, is_trial, run_folder
 from lightning_sgmcmc.checks import check_choice, check_count, check_pairs, check_positive, check_within
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -30,33 +30,33 @@ from lightning_sgmcmc.files import warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import CHOICES, shown_path
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
 from lightning_sgmcmc.likelihoods import ClassLikelihood
-from lightning_sgmcmc.model import named_trainable
+from lightning_sgmcmc.model import named_trainable, scale_of_fresh_weights
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.calibration import noise_share, overconfidence, unexplained
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.predictive import check_sample
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
-from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
+from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE, wide_enough
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 
 FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
 """Shares of the draws: before the first change of a prior's scale, between later ones, and after which it stays."""
-SMALLEST_STD, LARGEST_STD = 0.1, 1.5
-SHRINKAGE = 0.15
-"""Standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
+SMALLEST_STD, LARGEST_STD, SHRINKAGE = 0.1, 1.5, 0.15
+"""Of σ; standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
 NOISE, POWERS, SHRINKAGE_OF_NUMBERS = (0.05, 0.1), (0.0, 3.0), 0.3
 """Of numbers: shares of the targets' variance that errors have, with the powers of the overconfidence by which the
 temperature rises there; the standard deviation of the prior of its logarithm."""
 LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 """Largest weight decay 1/(N·σ²) at the start, with more of which few data do not move the weights away from 0, and the
 largest σ that this gives; the same at temperature 1."""
-FEW_NUMBERS, LIMITS_OF_NUMBERS = 450, (0.2, 1.0)
-"""Fewer data of a regression have a higher temperature; limits of their prior like those above."""
-DECIDED, MOST_LEFT_OUT = 0.15, 4_096
-"""Without validation data: the share of the draws that decide the temperature, by so many training data."""
+FEW, LIMITS_OF_NUMBERS = 450, (0.2, 1.0)
+"""Fewer data begin at a higher temperature, of a regression or 1; limits of a regression's prior like those above."""
+LEAST_STEPS, LAST_DECISION, LEARNING, MOST_LEFT_OUT = 300, 0.45, 0.9, 4_096
+"""Steps of a run whose temperature may fall from 1, and the share of its draws until which it may; how much less a
+network that learns leaves unexplained than a block before; training data that tell."""
 FOLLOWED, PREDICTED, FIRST_GAIN = (0.03, 0.08), (0.45, 0.65), 3.0
 """Unexplained shares of numbers, and of classes, up to which the samples become cold and from which they stay at
 temperature 1; σ of classes until then, over that of fresh weights."""
@@ -92,10 +92,10 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
-    Without validation data, which a warning says, τ is 1 at first. After 15 % of the draws each training datum, of some
-    4,000 at most, is predicted by them without itself (leave-one-out densities). If the NLL is below 0.45 of a guess's,
-    or the errors of numbers below 3 % of the variance, τ and σ become those above; from 0.65 or 8 % on they stay, and
-    between they are interpolated. Draws before a change get no weight; the others count alike.
+    Without validation data, which a warning says, and below 450 data of classes, τ is 1 at first. After 15 % of the
+    draws each training datum, of some 4,000 at most, is predicted by them without itself. If the NLL is below 0.45 of a
+    guess's, or the errors of numbers below 3 % of the variance, τ and σ become the cold ones; from 0.65 or 8 % on they
+    stay, and between they are interpolated. Without validation data later draws count alike, and earlier ones do not.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
@@ -113,8 +113,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         num_draws: number of draws of each chain, in both parts together.
         warm_up: share of the run that optimizes.
         prior_std: σ at the start; None is 0.3, and 0.2 for "ood", or 1/√(0.025·N) where that is more (below some 400
-            data), up to 1. At temperature 1 it is 1/√(0.06·N), up to 0.35. In regression it is 0.35, for "ood" 0.2,
-            or 1/√(0.2·N) if that is more, up to 1.
+            data), up to 1; for "ood" 1/√(0.06·N), up to 0.35. In regression it is 0.35, for "ood" 0.2, or 1/√(0.2·N) if
+            that is more, up to 1. Where data decide τ it begins at 3 times that of fresh weights, from 0.3 to these.
         temperature: τ, which stays; None begins at that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, as in an earlier run's `auto.yaml`, instead of the
@@ -172,7 +172,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.prior_scales = prior_scales
         self.lengths = lengths
         self.temperatures = temperatures
-        self._given = (temperature, prior_std)
+        first = next((std for scales in prior_scales or () for step, std in scales if step == 0), None)
+        self._given = (temperature, first if prior_std is None else prior_std)
         self._start_std, self._is_regression = 0.0, False
         self._lr_share = LR_SHARE
         self._num_data: int | None = None
@@ -185,14 +186,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._densities: dict[tuple[int, int], Tensor] = {}  # log p(y_i) of validation data, by step and chain
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
         """The average of each chain's newest draws."""
-        self._scores = DrawingScores()
+        self._scores, self._training_scores = DrawingScores(), DrawingScores()
         self._num_scored = 0  # steps whose draws were evaluated
         self._scored: tuple[int, Tensor | None] | None = None  # the present draws' step, and the targets
         self.new_temperatures: list[tuple[int, float]] = []
         """The temperatures after the first, and the steps from which they hold."""
         self._validates: bool | None = None  # whether the run has validation data, once that is known
-        self._left_out: dict[tuple[int, int], Tensor] | None = None
-        """While they decide the temperature: log p(y_i) of training data, by step and chain."""
+        self._left_out: list[tuple[Tensor, Tensor | None]] | None = None
+        """While they decide the temperature: the newest draws' log p(y_i) of training data, and their y."""
+        self._share: float | None = None  # unexplained at the last decision
+        self._begins_warm: bool | None = None
         self._hot: list[PosteriorSample] = []  # the draws of the part at temperature 1, in host memory
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
@@ -207,10 +210,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._lr_share = LR_SHARE_OF_CLASSES if has_classes and self.objective != "ood" else LR_SHARE
         self._num_data = num_data_of(trainer, module)
         self._is_regression = getattr(module.likelihood, "per_sample_term", None) == "mean"
-        temperature, std = self._start(module)
-        given_temperature, given_std = self._given
-        self.temperature = temperature if given_temperature is None else given_temperature
-        self.prior_std = self._start_std = std if given_std is None else given_std
+        given, (temperature, std) = self._given, self._start(module)
+        self.temperature = temperature if given[0] is None else given[0]
+        self.prior_std = self._start_std = std if given[1] is None else given[1]
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
         if isinstance(module.prior, HierarchicalPrior):
@@ -218,29 +220,15 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def _start(self, module: ChainModel) -> tuple[float, float]:
         """Return τ and σ for N data: wide for few labels, warm for few numbers, which a cold network fits exactly."""
-        is_hot = self.objective == "ood"
-        if not self._is_regression:
-            cold = (0.03, 0.3) if isinstance(module.likelihood, ClassLikelihood) else (0.1, 0.35)
-            temperature, std = (1.0, HOT_STD) if is_hot else cold
-            return temperature, self._suiting(std, is_hot)
-        count = min(FEW_NUMBERS if self._num_data is None else self._num_data, FEW_NUMBERS)
-        share, (decay, most) = count / FEW_NUMBERS, LIMITS_OF_NUMBERS
-        std = max(HOT_STD if is_hot else 0.35, min(most, (decay * count) ** -0.5))
-        return 1.0 if is_hot else float(f"{min(1.0, 0.1 / share):.3g}"), float(f"{std:.3g}")
-
-    def _undecided(self, module: ChainModel, most: float) -> float:
-        """Return σ for labels that may be noisy, from 0.3 to the cold samples', by the scale of fresh weights."""
-        axes = int(module.chains.stacked is not None)  # that of chains
-        each = [p.shape[axes:] for p in named_trainable(module).values() if p.dim() - axes > 1]
-        fresh = math.sqrt(sum(shape[0] for shape in each) / max(1, 3 * sum(shape.numel() for shape in each)))
-        return float(f"{min(max(0.3, FIRST_GAIN * fresh), most):.3g}")
-
-    def _suiting(self, std: float, is_hot: bool) -> float:
-        """Return σ, or a larger one for few data: the prior's share of the mean loss, |θ|²/(2·N·σ²), has a limit."""
-        if self._num_data is None:
-            return std
-        decay, most = HOT_LIMITS if is_hot else LIMITS
-        return max(std, min(most, float(f"{(decay * self._num_data) ** -0.5:.3g}")))
+        is_hot, count = self.objective == "ood", self._num_data
+        if self._is_regression:
+            count = min(FEW if count is None else count, FEW)
+            temperature = 1.0 if is_hot else float(f"{min(1.0, 0.1 * FEW / count):.3g}")
+            return temperature, wide_enough(HOT_STD if is_hot else 0.35, count, *LIMITS_OF_NUMBERS)
+        if is_hot:
+            return 1.0, wide_enough(HOT_STD, count, *HOT_LIMITS)
+        temperature, std = (0.03, 0.3) if isinstance(module.likelihood, ClassLikelihood) else (0.1, 0.35)
+        return temperature, wide_enough(std, count, *LIMITS)
 
     def _prior(self, module: ChainModel) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""
@@ -264,10 +252,15 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._budget.begin(trainer)
         is_first, self._validates = self._validates is None, bool(validation_loaders(trainer))
         is_free = (self._given[0], self.prior_scales, self.temperatures) == (None, None, None)
-        if is_first and is_free and not self._validates and self.objective != "ood":
-            self.temperature, self._left_out = 1.0, {}
+        if self._begins_warm is None:
+            is_few = not self._is_regression and self._num_data is not None and self._num_data < FEW
+            learns = self._is_regression or (self._budget.expected or fit_steps(trainer)) >= LEAST_STEPS
+            self._begins_warm = is_free and self.objective != "ood" and learns and (is_few or not self._validates)
+        if is_first and self._begins_warm:
+            self.temperature, self._left_out = 1.0, []
             if not self._is_regression and self._given[1] is None:
-                self.prior_std = self._start_std = self._undecided(module, self._start_std)
+                std = min(max(0.3, FIRST_GAIN * scale_of_fresh_weights(module)), self._start_std)
+                self.prior_std = self._start_std = float(f"{std:.3g}")
                 module.prior = self._prior(module)
         super().plan(trainer, module)
         chains = module.chains.layout.total_chains
@@ -276,7 +269,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 f"prior_scales has the scales of {len(self.prior_scales)} chains, and the run has {chains}: pass "
                 "[step, std] pairs for each, or omit it"
             )
-        if self._num_data is None and self._given[1] is None:
+        if self._num_data is None and self._given[1] is None and self._left_out is None:
             self._num_data, std = self.run.sampler.num_data, self._start_std
             temperature, wanted = self._start(module)
             if wanted != std:
@@ -324,7 +317,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     @property
     def has_moved_target(self) -> bool:
-        return bool(self.new_temperatures) or any(len({std for _, std in chain}) > 1 for chain in self.chosen.values())
+        lengths = [len({std for _, std in chain}) for chain in self.chosen.values()]
+        return self._left_out is not None or bool(self.new_temperatures) or max(lengths, default=1) > 1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -377,6 +371,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
+        self._training_scores.begin(drawing.samples)
         step = drawing.samples[0].step
         past = [temperature for first, temperature in self.temperatures or () if 0 < first <= step]
         self.new_temperatures += [(step, temperature) for temperature in past[len(self.new_temperatures) :]]
@@ -386,9 +381,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.chosen.setdefault(chain, [(0, self._start_std)])
         if loaders := validation_loaders(trainer):
             self._evaluate(trainer, module, sample, loaders[0])
-        elif self._left_out is not None and (loader := some_training_data(trainer, MOST_LEFT_OUT)) is not None:
-            _, self._left_out[sample.step, chain], target = self._score(sample, loader, math.inf)
-            self._scored = sample.step, target
+        if self._left_out is not None and (loader := some_training_data(trainer, MOST_LEFT_OUT)) is not None:
+            self._left_out.append(self._score(self._training_scores, sample, loader, math.inf)[1:])
+            self._scored = sample.step, None if self._scored is None else self._scored[1]
         if not isinstance(module.prior, HierarchicalPrior):
             return
         if self.prior_scales is not None:
@@ -396,13 +391,13 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             for std in past[len(self.chosen[chain]) - 1 :]:  # a run of another length has other draws
                 self._choose(module, chain, sample.step, std)
         elif self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch:
-            self._choose(module, chain, sample.step, self._suiting(HOT_STD, True))
+            self._choose(module, chain, sample.step, wide_enough(HOT_STD, self._num_data, *HOT_LIMITS))
 
-    def _score(self, sample: PosteriorSample, data: Any, limit: float) -> Scores:
+    def _score(self, scores: DrawingScores, sample: PosteriorSample, data: Any, limit: float) -> Scores:
         """Return a draw's scores on some batches; the targets are checked with the first draw."""
         run = self.run
         score = functools.partial(score_samples, run.trainer, run.module, data, limit, not self._densities)
-        return self._scores.of(sample, score).on_loaders[0]
+        return scores.of(sample, score).on_loaders[0]
 
     def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
         """Keep a draw's densities of the validation data, and add it to its chain's average."""
@@ -410,7 +405,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if averages:
             terms, log_density, target = averages[0].scores_of(trainer, module, sample).on_loaders[0]
         else:
-            terms, log_density, target = self._score(sample, loader, trainer.num_val_batches[0])
+            terms, log_density, target = self._score(self._scores, sample, loader, trainer.num_val_batches[0])
         self._densities[sample.step, sample.chain] = log_density.float().cpu()
         self._blocks[sample.chain].add(terms, log_density, 0.0)
         self._scored = sample.step, target
@@ -421,13 +416,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return
         (step, target), self._scored = self._scored, None
         self._num_scored += 1
-        if self._left_out is not None:
-            if self._num_scored >= DECIDED * self.num_draws and target is not None:
-                self._decide(pl_module, step, target)
-            return
         first, size = (max(1, round(share * self.num_draws)) for share in (FIRST_BLOCK, BLOCK))
         if self.objective == "ood" or self._num_scored < first or (self._num_scored - first) % size:
             return
+        if self._left_out is not None:
+            return self._decide(pl_module, step) if self._num_scored > first else None
         blocks, self._blocks = self._blocks, defaultdict(WeightedAverage)
         is_late, likelihood = self._num_scored >= LAST_CHANGE * len(self.laid_out.draw_steps), pl_module.likelihood
         if is_late or target is None or likelihood is None:
@@ -444,15 +437,22 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             if factor is not None:
                 self._warm(pl_module, step, factor, noise)
 
-    def _decide(self, module: ChainModel, step: int, target: Tensor) -> None:
+    def _decide(self, module: ChainModel, step: int) -> None:
         """Let the samples become cold if those at temperature 1 predict the training data well, each datum left out."""
-        assert self._left_out
-        each, self._left_out = torch.stack(list(self._left_out.values())), None
-        share = unexplained(module.likelihood, each, target)
-        ends = FOLLOWED if self._is_regression else PREDICTED
-        warmth = 1.0 if share is None else float(np.interp(share, ends, (0.0, 1.0)))
+        drawn, before, ends = self._left_out or [], self._share, FOLLOWED if self._is_regression else PREDICTED
+        target = drawn[0][1] if drawn else None
+        each = [density for density, _ in drawn]
+        share = 1.0 if target is None else unexplained(module.likelihood, torch.stack(each), target)
+        is_late, is_learning = (
+            self._num_scored >= LAST_DECISION * self.num_draws,
+            share < LEARNING * (before or math.inf),
+        )
+        self._left_out, self._share = [], share
+        if share > ends[0] and is_learning and not is_late:
+            return
+        self._left_out, self._blocks = None, defaultdict(WeightedAverage)
+        warmth, (cold, std) = float(np.interp(share, ends, (0.0, 1.0))), self._start(module)
         if warmth < 1:
-            cold, std = self._start(module)
             self.new_temperatures.append((step, float(f"{cold ** (1 - warmth):.4g}")))
             if isinstance(module.prior, HierarchicalPrior) and self._given[1] is None:
                 for chain in self.chosen:
@@ -498,8 +498,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = self.run.module
-        posterior = module.posterior
+        module, posterior = self.run.module, self.run.module.posterior
         if trainer.interrupted or is_trial(trainer) or posterior is None or not self.chosen:
             return
         if self.objective != "ood":
@@ -578,13 +577,14 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self._budget.restore(saved["budget_steps"], saved.get("budget_lengths", ()))
             self._densities, self.chosen = dict(saved["densities"]), dict(saved["chosen"])
             self._num_scored, self.new_temperatures = saved["num_scored"], list(saved["new_temperatures"])
+            self._begins_warm = saved["warm"][0]
             shared = run.chains.sharing.tensors()
             self._hot = [PosteriorSample(**sample, shared=shared) for sample in saved.get("hot", [])]
             for chain, block in saved["blocks"].items():
                 self._blocks[chain].load_state_dict(block)
         super().begin(run, saved)
         if saved is not None:
-            self._left_out = saved["left_out"]
+            self._left_out, self._share = saved["warm"][1:]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
@@ -595,6 +595,6 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "num_scored": self._num_scored,
             "new_temperatures": list(self.new_temperatures),
             "chosen": dict(self.chosen),
-            "left_out": self._left_out,
+            "warm": (self._begins_warm, self._left_out, self._share),
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }

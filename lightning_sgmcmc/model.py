@@ -1,6 +1,7 @@
 """EnergyModel: the network, likelihood and prior that define a potential energy, for one chain."""
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -255,6 +256,14 @@ def overrides(model: EnergyModel, method: str) -> bool:
 def named_trainable(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that require gradients, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def scale_of_fresh_weights(module: nn.Module) -> float:
+    """Return the standard deviation, 1/√(3·fan-in), of the weights that torch draws for linear layers and convolutions,
+    over all tensors of a model that have two axes or more; 0 without any."""
+    axes = int(getattr(getattr(module, "chains", None), "stacked", None) is not None)  # that of chains
+    each = [p.shape[axes:] for p in named_trainable(module).values() if p.dim() - axes > 1]
+    return math.sqrt(sum(shape[0] for shape in each) / (3 * sum(shape.numel() for shape in each))) if each else 0.0
 
 
 def of_prior(model: nn.Module, chains: bool = False) -> Mapping[str, Tensor]:

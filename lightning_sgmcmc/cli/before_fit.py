@@ -21,6 +21,7 @@ from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.fit.results import plain_console
+from lightning_sgmcmc.health.callback import ChainHealth
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import cli, pl
 from lightning_sgmcmc.planning import RunPlan
@@ -36,6 +37,7 @@ AFTERWARDS = (
     SaveConfigCallback,
     SampleCollector,
     BayesianModelAverage,
+    ChainHealth,
     PosteriorDashboard,
     PredictionWriter,
     RunSummary,

@@ -306,7 +306,10 @@ def _notes(trainer: pl.Trainer, module: ChainModel, sampler: Sampler, approximat
 
 
 def _classes(trainer: pl.Trainer, module: ChainModel) -> int | None:
-    """Return the number of classes: of the datamodule, else the outputs of the last linear layer."""
+    """Return the number of classes: of the datamodule, else the outputs of the last linear layer; None also where the
+    data are to choose the temperature, which is then not compared with guessing."""
+    if any(callback.has_moved_target for callback in declared(trainer)):
+        return None
     if isinstance(module.likelihood, Bernoulli):
         return 2
     if not isinstance(module.likelihood, Categorical):

@@ -88,12 +88,12 @@ def noise_share(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor) ->
     return float((deviation.square() / variance)[variance > 0].nanmean().nan_to_num(0.0))
 
 
-def unexplained(likelihood: Any, log_densities: Tensor, target: Tensor) -> float | None:
+def unexplained(likelihood: Any, log_densities: Tensor, target: Tensor) -> float:
     """Return which part of a guess's NLL data have that are predicted each without it; of numbers, of their variance.
 
         nll/guess,   for D numbers exp(2·(nll - guess)/D)
 
-    None where a guess has no NLL, or a datum none without it.
+    At most 1, and 1 where a guess has no NLL, or a datum none without it.
 
     Args:
         likelihood: which says what a guess has.
@@ -105,10 +105,10 @@ def unexplained(likelihood: Any, log_densities: Tensor, target: Tensor) -> float
         likelihood.learned = True
     nll, guess = decisions.leave_one_out_nll(log_densities), likelihood.chance_nll(target)
     if guess is None or not math.isfinite(nll):
-        return None
+        return 1.0
     if likelihood.per_sample_term == "mean":
-        return math.exp(min(2 * (nll - guess) * len(target) / target.numel(), 0.0))
-    return float(nll / guess) if guess > 0 else 1.0
+        return math.exp(min(2 * (nll - guess) * len(target) / int((~target.isnan()).sum()), 0.0))
+    return min(nll / guess, 1.0) if guess > 0 else 1.0
 
 
 def _labels_of(likelihood: Any, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,12 @@ NEVER = 2**62
 """Steps between draws of scales that something else sets."""
 
 
+def wide_enough(std: float, num_data: int | None, decay: float, most: float) -> float:
+    """Return a standard deviation σ, or for few data a larger one, up to `most`, whose weight decay of the mean loss,
+    1/(N·σ²), is `decay`: with more of it few data do not move the weights away from 0."""
+    return std if num_data is None else max(std, min(most, float(f"{(decay * num_data) ** -0.5:.3g}")))
+
+
 class HierarchicalPrior(Prior):
     """Gaussians with unknown scales, which are drawn by Gibbs: each group g of parameters has its own factor v_g.
 

@@ -189,7 +189,7 @@ class Stream(IterableDataset[Any]):
 
 def test_data_whose_rows_are_not_known_choose_nothing() -> None:
     auto, made = AutoSampling(num_draws=20), module(num_data=300)
-    trainer = quiet_trainer(max_steps=200, callbacks=[auto, SampleCollector(in_memory=True)])
+    trainer = quiet_trainer(max_steps=400, callbacks=[auto, SampleCollector(in_memory=True)])
     trainer.fit(made, DataLoader(Stream(), 32))
     assert made.posterior is not None
     assert {record.temperature for record in made.posterior.records} == {1.0}
@@ -240,10 +240,10 @@ def test_the_usual_five_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[
     trainer.fit(module(), DataLoader(TensorDataset(X, LABELS), 16, shuffle=True))
     assert len(Posterior.load("samples")) == 80
     said = " ".join(capsys.readouterr().out.split())
-    assert "Sampled the posterior?" in said
+    assert "Sampled the posterior? No, this is a cold ensemble" in said  # after 160 steps
     assert "posterior.evaluate(data)" in said
     (choices,) = tmp_path.rglob("auto.yaml")
-    assert yaml.safe_load(choices.read_text())["init_args"]["prior_scales"] == [[[0, 0.791]]]
+    assert yaml.safe_load(choices.read_text())["init_args"]["prior_scales"] == [[[0, 0.853]]]
 
 
 CONFIGURATION = """\
