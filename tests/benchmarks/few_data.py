@@ -1,10 +1,11 @@
-"""AutoSampling with few data: with and without validation data, other priors, and an ensemble.
+"""AutoSampling with few labels, clean or noisy: with and without validation data, other priors, and an ensemble.
 
     python -m tests.benchmarks.few_data [--seeds 3] [--root DIR] [--json FILE]
 
 Digits 64-50-10, 1,000 steps in batches of 32, of which the ensemble's four networks have a quarter each. `AutoSampling`
 takes a fifth of the data, at least four, for validation, or none; the ensemble trains on all. `--root` has sets of
-recipe `equal_cost` in the place of digits, with a hidden layer of 50 too.
+recipe `equal_cost` in the place of digits, with a hidden layer of 50 too, and labels with noise: digits of which a part
+has a random label, and laws of 20 columns with P(y = 1) = 1/(1 + exp(-s·z)), z ~ N(0, 1) a linear form of them.
 """
 
 import argparse
@@ -30,6 +31,12 @@ from lightning_sgmcmc.seeding import derive_seed
 from tests.benchmarks.timing import measure_quietly
 from tests.support.trainers import quiet_trainer
 
+NOISY: dict[str, Sequence[int]] = {
+    "digits, 30 % random": (100, 400, 1200),
+    "logistic law, s = 1": (50, 100, 400, 2000),
+    "logistic law, s = 3": (50, 100, 400, 2000),
+    "logistic law, s = 0": (100, 1000),
+}
 COUNTS: dict[str, Sequence[int]] = {
     "mnist": (100, 400, 2000),
     "german": (50, 200, 600),
@@ -50,13 +57,21 @@ ENSEMBLE, ON_ALL = "ensemble of 4", ("ensemble of 4", "no validation data")
 
 def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all inputs (n, d) and labels of a set, of digits without a name."""
-    if name is None:
+    if name is not None and name.startswith("logistic"):
+        drawn = torch.Generator().manual_seed(0)
+        x, direction = torch.randn(6000, 20, generator=drawn), torch.randn(20, generator=drawn)
+        odds = float(name.split()[-1]) * (x @ direction) / direction.norm()
+        return x, (torch.rand(6000, generator=drawn) < odds.sigmoid()).long()
+    if name is None or name.startswith("digits"):
         data: Any = DigitsDataModule()
     else:
         settings = read_settings(Settings, Options(Path("."), root, full=True))
         data = Problem(name, settings.sets[name], root, seed=0)
     data.setup("fit")
-    x, y = (torch.cat([getattr(part, name) for part in data.splits]) for name in ("inputs", "targets"))
+    x, y = (torch.cat([getattr(part, kind) for part in data.splits]) for kind in ("inputs", "targets"))
+    if name is not None and name.startswith("digits"):
+        drawn = torch.Generator().manual_seed(0)
+        y = torch.where(torch.rand(len(y), generator=drawn) < 0.3, torch.randint(0, 10, y.shape, generator=drawn), y)
     return x.float().flatten(1), y
 
 
@@ -66,6 +81,9 @@ def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor) ->
     held_out = max(count // 5, 4)
     split = count if method in ON_ALL else count - held_out
     train, val, test = order[:split], order[count - held_out : count], order[-min(len(x) // 3, 2000) :]
+    if method == "guessing":
+        shares = (torch.bincount(y[order[:count]], minlength=int(y.max()) + 1) + 1) / (count + int(y.max()) + 1)
+        return 100 * float((y[test] != shares.argmax()).float().mean()), -float(shares.log()[y[test]].mean())
     torch.manual_seed(derive_seed(seed, "network"))
     net = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, int(y.max()) + 1))
     if method == ENSEMBLE:
@@ -91,8 +109,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measure_quietly()
-    sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if options.root is None else {**COUNTS}
-    methods = [*AUTO, ENSEMBLE] if options.root is None else ["AutoSampling", *reversed(ON_ALL)]
+    sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if options.root is None else {**NOISY, **COUNTS}
+    methods = [*AUTO, ENSEMBLE] if options.root is None else ["AutoSampling", *reversed(ON_ALL), "guessing"]
     header, rows = ["labels" if options.root is None else "data, labels", *methods], []
     for name, counts in sets.items():
         x, y = data_of(name, options.root)
