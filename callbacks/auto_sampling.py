@@ -172,8 +172,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.prior_scales = prior_scales
         self.lengths = lengths
         self.temperatures = temperatures
-        first = next((std for scales in prior_scales or () for step, std in scales if step == 0), None)
-        self._given = (temperature, first if prior_std is None else prior_std)
+        given = temperatures or (), (prior_scales or [()])[0]
+        taus, stds = ([value for step, value in pairs if step == 0] for pairs in given)
+        self._given = (temperature or (*taus, None)[0], prior_std or (*stds, None)[0])
         self._start_std, self._is_regression = 0.0, False
         self._lr_share = LR_SHARE
         self._num_data: int | None = None
@@ -546,7 +547,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         lengths = None if self.budget is None else [list(pair) for pair in self._budget.lengths]
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales, "lengths": lengths}
         if self.new_temperatures:
-            arguments["temperatures"] = [list(pair) for pair in self.new_temperatures]
+            arguments["temperatures"] = [[0, self.temperature], *map(list, self.new_temperatures)]
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
     def _write_choices(self, folder: Path | None, chose_prior: bool, posterior: Posterior) -> None:
@@ -564,9 +565,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if (efficiency := posterior.weight_efficiency) < 1 - 1e-6:  # of rounding
             effective = efficiency * len(posterior)
             weights = f"weights by {WEIGHTS} (effective sample size {effective:.1f} of {len(posterior)})"
-        told = ""
-        if posterior.novelty is not None:
-            told = f"; mutual information by {len(posterior.novelty)} samples at temperature 1, prior std {HOT_STD:g}"
+        count = 0 if posterior.novelty is None else len(posterior.novelty)
+        told = f"; mutual information by {count} samples at temperature 1, prior std {HOT_STD:g}" if count else ""
         temperature = f"{self.temperature:g}" + (f" to {self._newest_temperature:.3g}" if self.new_temperatures else "")
         rank_zero_info(f"AutoSampling: {prior}, temperature {temperature}, {weights}{told}{where}")
 

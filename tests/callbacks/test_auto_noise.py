@@ -92,7 +92,8 @@ def test_the_choice_of_the_temperature_repeats(tmp_path: Path) -> None:
     fit("Gaussian", *first, epochs=30)
     written = yaml.safe_load(next(tmp_path.rglob("auto.yaml")).read_text())["init_args"]
     assert written["temperature"] == pytest.approx(45 / 400, abs=1e-3)
-    assert written["temperatures"] == [list(pair) for pair in auto.new_temperatures] != []
+    assert written["temperatures"] == [[0, auto.temperature], *map(list, auto.new_temperatures)]
+    assert auto.new_temperatures
     again = AutoSampling(**written)
     fit("Gaussian", again, SampleCollector(tmp_path / "again"), epochs=30)
     before, after = Posterior.load(tmp_path / "first"), Posterior.load(tmp_path / "again")

@@ -153,6 +153,50 @@ def test_the_choice_repeats_by_its_configuration() -> None:
     assert again.weights.tolist() == posterior.weights.tolist()
 
 
+@pytest.mark.parametrize("strategy", ["ddp_fork", "chains_fork"])
+def test_two_ranks_choose_the_same(strategy: str, tmp_path: Path) -> None:
+    """Each has half of the data; one alone predicts other data of its own, but chooses alike."""
+    auto = AutoSampling(num_draws=20)
+    trainer = quiet_trainer(
+        max_epochs=60, devices=2, strategy=strategy, callbacks=[auto, SampleCollector(tmp_path), Chosen(tmp_path)]
+    )
+    trainer.fit(module(), DataLoader(TensorDataset(*many("classes", 0.0, 301)), 32, shuffle=True))
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    ((step, temperature),) = yaml.safe_load(first)
+    assert temperature == pytest.approx(0.03, rel=0.3)
+    weights = Posterior.load(tmp_path).weights
+    assert float(weights[[record.step <= step for record in Posterior.load(tmp_path).records]].sum()) < 1e-6
+
+
+class Chosen(pl.Callback):
+    """Writes what a rank has chosen."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (auto,) = (callback for callback in trainer.callbacks if isinstance(callback, AutoSampling))  # type: ignore[attr-defined]
+        text = yaml.safe_dump([list(pair) for pair in auto.new_temperatures])
+        (self._folder / f"{trainer.global_rank}.txt").write_text(text, encoding="utf-8")
+
+
+def test_all_data_train_by_the_choices_of_a_run_with_validation_data() -> None:
+    """`prior_scales` and `temperatures` of its configuration begin where it began."""
+    first = AutoSampling(num_draws=20)
+    x, y = many("classes", 0.0)
+    known = DataLoader(TensorDataset(x[:100], y[:100]), 50)
+    trainer = quiet_trainer(max_epochs=60, callbacks=[first, SampleCollector(in_memory=True)])
+    trainer.fit(module(), DataLoader(TensorDataset(x[100:], y[100:]), 32, shuffle=True), known)
+    written = first.as_configuration()["init_args"]
+    assert written["temperatures"][0] == [0, 1.0]
+    again = AutoSampling(num_draws=20, **{name: written[name] for name in ("prior_scales", "temperatures")})
+    posterior, _ = chosen_by("classes", 0.0, again)
+    assert again.prior_std == first.prior_std
+    assert [tau for _, tau in again.new_temperatures] == [tau for _, tau in first.new_temperatures] != []
+    assert len({record.temperature for record in posterior.records}) == 2
+
+
 @pytest.mark.parametrize("epochs", [20, 40])  # before and after the choice
 def test_a_resumed_run_chooses_the_same(tmp_path: Path, epochs: int) -> None:
     posterior, auto = chosen_by("classes", 0.0)
