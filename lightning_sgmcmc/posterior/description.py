@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from lightning_sgmcmc.chains.execution import network_state
+from lightning_sgmcmc.chains.execution import in_turn, network_state
 from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.files import MASK, is_secret
@@ -198,7 +198,7 @@ def description_of(model: EnergyModel | None) -> Any:
     if model is None:
         return None
     try:
-        with model.at_chain(0):
+        with in_turn(model), model.at_chain(0):
             return describe(model)
     except UNDESCRIBED:
         return None
