@@ -195,10 +195,19 @@ _FITTED: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 """The thread of the present fit of each layer with tensors."""
 
 
+class _Used:
+    """What networks may have run with in this process."""
+
+    several_threads = False
+
+
 def _forget_other_threads() -> None:
-    """In a forked process only the thread that forked exists: nobody would release the locks of the others."""
+    """In a forked process only the thread that forked exists: nobody would release the locks of the others, and OpenMP
+    waits for its own for ever if it had some."""
     global _LOCKS, _LOCKS_LOCK
     _LOCKS, _LOCKS_LOCK = WeakKeyDictionary(), threading.Lock()
+    if _Used.several_threads:
+        torch.set_num_threads(1)  # as a loader does in its workers
     for layer, thread in list(_FITTED.items()):
         if thread != threading.get_ident():
             del _FITTED[layer]
@@ -227,6 +236,7 @@ def in_turn(module: nn.Module) -> Iterator[None]:
 def borrowed(module: nn.Module) -> Iterator[None]:
     """Let one thread at a time put samples into a module, in evaluation mode: all that predict share its network."""
     with in_turn(module):
+        _Used.several_threads = _Used.several_threads or torch.get_num_threads() > 1
         thread = threading.get_ident()
         if _FITTED and any(_FITTED.get(part, thread) != thread for part in module.modules()):
             raise RuntimeError(

@@ -2,6 +2,8 @@
 
 import copy
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -106,6 +108,32 @@ def test_a_thread_beside_the_fit_of_the_same_module() -> None:
             waiting.may_go.set()
         fit.result()
     assert torch.equal(posterior.predict(x).probabilities, before)
+
+
+PRELOADED = """
+import multiprocessing, sys, torch
+from lightning_sgmcmc import Categorical, Posterior
+torch.set_num_threads(2)
+make = lambda: torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+posterior, x = Posterior.from_states(make(), [make() for _ in range(4)], Categorical()), torch.randn(3000, 6)
+alone = posterior.predict(x).probabilities
+
+def worker():
+    torch.testing.assert_close(posterior.predict(x).probabilities, alone)
+
+process = multiprocessing.get_context("fork").Process(target=worker)
+process.start()
+process.join(30)
+code = process.exitcode
+process.kill()
+sys.exit("the worker waits for threads of its parent" if code is None else code)
+"""
+
+
+def test_a_process_that_is_forked_after_a_prediction_by_several_threads() -> None:
+    """OpenMP waits in the worker for the threads of its parent, which do not exist there."""
+    done = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Turn(nn.Linear):
