@@ -453,7 +453,7 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
 
 
 def is_content_of(content: Any, record: SampleRecord) -> bool:
-    """Return whether an opened file is a record's, by what it says of itself."""
+    """Return whether an opened file is a record's, by its metadata."""
     metadata = content.metadata() or {}
     return all(metadata.get(name, str(getattr(record, name))) == str(getattr(record, name)) for name in IDENTITY)
 
