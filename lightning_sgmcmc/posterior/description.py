@@ -31,6 +31,7 @@ from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts,
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.seeding import OwnDraws
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
@@ -391,7 +392,7 @@ def model_of(store: DiskStore, net: nn.Module | None = None, trust: bool = False
     try:
         if net is None:
             _check_outline(store, trust)
-        with torch.random.fork_rng(devices=[]):  # its initial weights are not used
+        with OwnDraws(0, torch.device("cpu")):  # its initial weights are not used
             model = _model(description, net, trust)
     except ValueError as error:
         if net is not None:

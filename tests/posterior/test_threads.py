@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,28 @@ def test_threads_draw_what_one_thread_draws(likelihood: Likelihood) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     with torch.inference_mode():
         assert all(torch.equal(a, b) for a, b in zip(draws(0), alone[0], strict=True))
+
+
+def test_draws_beside_loads(tmp_path: Path) -> None:
+    """Initial weights of the loaded network are drawn, and are none of another thread's draws."""
+    make = partial(nn.Linear, 20, 30)
+    Posterior.from_states(make(), [make()], Categorical()).save(tmp_path / "s")
+    torch.manual_seed(0)
+    alone, ended = torch.rand(40_000), threading.Event()
+    torch.manual_seed(0)
+
+    def load() -> None:
+        while not ended.is_set():
+            Posterior.load(tmp_path / "s")
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        try:
+            found = torch.cat([torch.rand(4) for _ in range(10_000)])
+        finally:
+            ended.set()
+        loading.result()
+    assert torch.equal(found, alone)
 
 
 def test_networks_that_share_layers() -> None:
