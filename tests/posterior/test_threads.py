@@ -63,26 +63,38 @@ def test_threads_draw_what_one_thread_draws(likelihood: Likelihood) -> None:
         assert all(torch.equal(a, b) for a, b in zip(draws(0), alone[0], strict=True))
 
 
-def test_draws_beside_loads(tmp_path: Path) -> None:
-    """Initial weights of the loaded network are drawn, and are none of another thread's draws."""
-    make = partial(nn.Linear, 20, 30)
-    Posterior.from_states(make(), [make()], Categorical()).save(tmp_path / "s")
-    torch.manual_seed(0)
-    alone, ended = torch.rand(40_000), threading.Event()
-    torch.manual_seed(0)
+class Slow(nn.Linear):
+    """A network whose construction takes its time."""
 
-    def load() -> None:
-        while not ended.is_set():
-            Posterior.load(tmp_path / "s")
+    begun, may_go = threading.Event(), threading.Event()
+    begun.set()
+    may_go.set()
 
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        if not self.weight.is_meta:
+            self.begun.set()
+            assert self.may_go.wait(60)
+
+
+def test_draws_beside_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loaded network's first weights are drawn too, and the generator was set back after them."""
+    Posterior.from_states(Slow(2, 3), [Slow(2, 3)], Categorical()).save(tmp_path / "s")
+    monkeypatch.setattr(Slow, "begun", threading.Event())
+    monkeypatch.setattr(Slow, "may_go", threading.Event())
+    torch.manual_seed(0)
+    alone = torch.rand(6)
+    torch.manual_seed(0)
+    found = torch.rand(2)
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load)
+        loading = pool.submit(Posterior.load, tmp_path / "s")
         try:
-            found = torch.cat([torch.rand(4) for _ in range(10_000)])
+            assert Slow.begun.wait(60)
+            found = torch.cat([found, torch.rand(2)])
         finally:
-            ended.set()
-        loading.result()
-    assert torch.equal(found, alone)
+            Slow.may_go.set()
+        assert loading.result().model is not None
+    assert torch.equal(torch.cat([found, torch.rand(2)]), alone)
 
 
 def test_networks_that_share_layers() -> None:
