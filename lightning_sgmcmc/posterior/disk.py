@@ -533,7 +533,7 @@ def begin_store(
     """Create the empty store of a new run, and move the samples of an earlier run aside."""
     lock = StoreLock(path)
     remove_left_over(path)
-    if (path / manifest.MANIFEST).exists():
+    while (path / manifest.MANIFEST).exists():  # again if another fit has begun and ended between the two locks
         aside = manifest.next_aside(path)
         if os.name != "posix":  # Windows moves no folder with an open file, so another fit's either
             lock.release()
