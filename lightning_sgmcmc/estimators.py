@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
+from lightning_sgmcmc.chains.execution import in_turn
 from lightning_sgmcmc.chains.schedule import Schedule
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules import TableDataModule
@@ -57,6 +58,10 @@ WEIGHTED = (
 )
 
 Self = TypeVar("Self", bound="_BayesianEstimator")
+
+
+_FITS = nn.Module()
+"""What fits in several threads take turns with, since they seed the default generators."""
 
 
 class _BayesianEstimator(BaseEstimator):
@@ -109,7 +114,7 @@ class _BayesianEstimator(BaseEstimator):
         self._check_arguments()
         seed = _seed_of(self.random_state)
         likelihood = copy.deepcopy(likelihood)
-        with unchanged_generators(()), _quiet(bool(self.verbose)):
+        with in_turn(_FITS), unchanged_generators(()), _quiet(bool(self.verbose)):
             reseed_everything(derive_seed(seed, "network"))
             labels = torch.as_tensor(np.unique(y, return_inverse=True)[1]) if task == "classes" else None
             train, val = _parts(len(y), self.validation_fraction, seed, labels)

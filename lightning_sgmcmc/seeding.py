@@ -4,9 +4,14 @@ import hashlib
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WITHOUT_GENERATOR = ("cpu", "meta")
 """Types of devices without a default generator beside the CPU's."""
@@ -102,3 +107,37 @@ def unchanged_torch_generators(devices: Sequence[torch.device]) -> AbstractConte
 def unchanged_generators(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
     """Restore the default generators, as they are now, at a context's end; see `GeneratorStates`."""
     return GeneratorStates(devices)
+
+
+class OwnDraws(TorchDispatchMode):
+    """Within the context, this thread's operations draw from generators of this object, seeded like the default ones by
+    `reseed`.
+
+    torch's distributions take no generator, and the default ones belong to all threads of a program.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        places = {"cpu": torch.device("cpu")}
+        places |= {} if device.type in WITHOUT_GENERATOR else {device.type: device}
+        self._generators = {name: torch.Generator(place).manual_seed(seed) for name, place in places.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "generator" or value is not None}
+        taking = _taking_generator(func)
+        if taking is None or any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        devices = [leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        device = torch.device(devices[0] if devices else kwargs.get("device") or "cpu")
+        own = self._generators.get(device.type)
+        return func(*args, **kwargs) if own is None else taking(*args, **kwargs, generator=own)
+
+
+@cache
+def _taking_generator(operation: Any) -> Any:
+    """Return the form of a drawing operation that takes a generator; None if it has none, or does not draw."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return None
+    forms = [operation, *(getattr(operation.overloadpacket, name) for name in operation.overloadpacket.overloads())]
+    named = [{argument.name for argument in form._schema.arguments} for form in forms]
+    return next((form for form, names in zip(forms, named, strict=True) if names == named[0] | {"generator"}), None)

@@ -1,5 +1,6 @@
 """BayesianClassifier and BayesianRegressor: scikit-learn's contract, tables with gaps, intervals, a new process."""
 
+import logging
 import pickle
 import random
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import pandas as pd
 import pytest
@@ -57,6 +59,15 @@ def classifier() -> BayesianClassifier:
 
 
 # -- scikit-learn's contract -------------------------------------------------------------------------------------------
+
+
+def test_fits_in_threads_are_those_of_one() -> None:
+    """All fits seed the default generators, and hush Lightning's logger."""
+    model, level = BayesianRegressor(**QUICK, random_state=0), logging.getLogger("pytorch_lightning").level
+    alone = cross_val_score(model, X, Y, cv=4)
+    with joblib.parallel_config("threading"):
+        assert np.array_equal(cross_val_score(model, X, Y, cv=4, n_jobs=2), alone)
+    assert logging.getLogger("pytorch_lightning").level == level
 
 
 @pytest.mark.by_default("features_in_after", "dict_unchanged", "overwrite_params", "unfitted", "requires_y")

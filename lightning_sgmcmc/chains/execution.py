@@ -5,7 +5,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -117,13 +117,14 @@ class StatelessCall(nn.Module):
         super().__init__()
         self.module = module
         self._function = function
-        self._slots = _slots_of(module)
-        self._slots |= {expansion.name: [f"module.{expansion.slot}"] for expansion in expansions_of(module)}
-        self._places = [
-            (part, key, f"{prefix}.{key}".lstrip("."))
-            for prefix, part in module.named_modules()
-            for key in part._buffers
-        ]
+        with in_turn(module):
+            self._slots = _slots_of(module)
+            self._slots |= {expansion.name: [f"module.{expansion.slot}"] for expansion in expansions_of(module)}
+            self._places = [
+                (part, key, f"{prefix}.{key}".lstrip("."))
+                for prefix, part in module.named_modules()
+                for key in part._buffers
+            ]
 
     def forward(self, *args: Any) -> Any:
         passed = [part._buffers[key] for part, key, _ in self._places]
@@ -188,36 +189,56 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 _LOCKS: "WeakKeyDictionary[nn.Module, threading.RLock]" = WeakKeyDictionary()
+"""A lock for each layer; those of one network mostly have one."""
 _LOCKS_LOCK = threading.Lock()
 _FITTED: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
-"""The thread of each network's present fit."""
+"""The thread of the present fit of each layer with tensors."""
+
+
+class _Used:
+    """What networks may have run with in this process."""
+
+    several_threads = False
 
 
 def _forget_other_threads() -> None:
-    """In a forked process only the thread that forked exists: nobody would release the locks of the others."""
+    """In a forked process only the thread that forked exists: nobody would release the locks of the others, and OpenMP
+    waits for its own for ever if it had some."""
     global _LOCKS, _LOCKS_LOCK
     _LOCKS, _LOCKS_LOCK = WeakKeyDictionary(), threading.Lock()
-    for network, thread in list(_FITTED.items()):
+    if _Used.several_threads:
+        torch.set_num_threads(1)  # as a loader does in its workers
+    for layer, thread in list(_FITTED.items()):
         if thread != threading.get_ident():
-            del _FITTED[network]
+            del _FITTED[layer]
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_other_threads)
 
 
-def _network_of(module: nn.Module) -> nn.Module:
-    return module._modules.get("net") or module
+@contextmanager
+def in_turn(module: nn.Module) -> Iterator[None]:
+    """Let one thread at a time put tensors into a module or look which it has; so too modules that share a layer."""
+    with _LOCKS_LOCK:
+        parts = list(module.modules())
+        locks = {id(lock): lock for part in parts if (lock := _LOCKS.get(part)) is not None}
+        locks = locks or {0: threading.RLock()}
+        for part in parts:
+            _LOCKS.setdefault(part, next(iter(locks.values())))
+    with ExitStack() as held:
+        for _, lock in sorted(locks.items()):  # in one order, so that no two threads wait for each other
+            held.enter_context(lock)
+        yield
 
 
 @contextmanager
 def borrowed(module: nn.Module) -> Iterator[None]:
     """Let one thread at a time put samples into a module, in evaluation mode: all that predict share its network."""
-    network, thread = _network_of(module), threading.get_ident()
-    with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(network, threading.RLock())
-    with lock:
-        if _FITTED.get(network, thread) != thread:
+    with in_turn(module):
+        _Used.several_threads = _Used.several_threads or torch.get_num_threads() > 1
+        thread = threading.get_ident()
+        if _FITTED and any(_FITTED.get(part, thread) != thread for part in module.modules()):
             raise RuntimeError(
                 f"{type(module).__name__} is being fitted in another thread, and its network is in use: predict with a "
                 "posterior that has its own, Posterior.load(folder), or after the fit"
@@ -228,13 +249,22 @@ def borrowed(module: nn.Module) -> Iterator[None]:
 
 def begin_fit(module: nn.Module) -> None:
     """Keep other threads from putting samples into a module until `end_fit`."""
-    with borrowed(module):
-        _FITTED[_network_of(module)] = threading.get_ident()
+    thread = threading.get_ident()
+    with borrowed(module), _LOCKS_LOCK:
+        is_second = any(other != thread for other in _FITTED.values())
+        _FITTED.update((part, thread) for part in module.modules() if part._parameters or part._buffers)
+    if is_second:
+        rank_zero_warn(
+            "Two fits run in threads of one program and draw from the same default generators, so neither repeats by "
+            "its seed: fit in processes, or one after the other."
+        )
 
 
 def end_fit(module: nn.Module) -> None:
     """Allow it again."""
-    _FITTED.pop(_network_of(module), None)
+    with _LOCKS_LOCK:
+        for part in module.modules():
+            _FITTED.pop(part, None)
 
 
 @contextmanager

@@ -514,7 +514,9 @@ def plain_console(file: IO[str] | None = None) -> "Console":
     """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, file=file, width=None if file is None else 100)
+    if file is None:
+        return Console(markup=False, emoji=False)
+    return Console(markup=False, emoji=False, file=file, width=100, force_jupyter=False)  # which would show it instead
 
 
 def shown_path(path: Path) -> str:

@@ -3,9 +3,12 @@
 A store can come from anywhere, so its text must not choose what Python imports or calls.
 """
 
+import hashlib
 import importlib
+import inspect
 import sys
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -45,8 +48,7 @@ def check_texts(cls: type[nn.Module], arguments: Any) -> None:
     another installed package gets no text at all, a user's own class none with a separator."""
     if _is_below(cls.__module__, IMPORTED):
         return
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
-    is_installed = any(f"{part}-packages" in Path(file).parts for part in ("site", "dist"))
+    is_installed = _is_installed(cls)
     for text in parts_in(arguments, str):
         if is_installed or "/" in text or "\\" in text:
             whose = "of another package" if is_installed else "yours"
@@ -54,6 +56,45 @@ def check_texts(cls: type[nn.Module], arguments: Any) -> None:
                 f"{cls.__name__} is {whose}, and gets the text {text[:80]!r}, which it may take for the name of a file "
                 f"or a download: {TRUST}"
             )
+
+
+def _is_installed(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return any(f"{part}-packages" in Path(file).parts for part in ("site", "dist"))
+
+
+def code_of(cls: type[nn.Module]) -> str:
+    """Return a digest of what a class of the user's own computes, after Python's version, whose code it is of; "" for
+    others. It is of the constructor, `forward`, and all methods that these name."""
+    if _is_below(cls.__module__, (*IMPORTED, *REFUSED)) or _is_installed(cls):
+        return ""
+    waiting, found = ["__init__", "forward", "output_of", "predictive_terms"], dict[str, str]()
+    while waiting:
+        name = waiting.pop()
+        method = inspect.getattr_static(cls, name, None)
+        method = inspect.unwrap(getattr(method, "__func__", getattr(method, "fget", method)))  # of a property too
+        code = getattr(method, "__code__", None)
+        if name in found or code is None or _is_below(method.__module__ or "", (*IMPORTED, *REFUSED)):
+            continue
+        found[name] = f"{_text_of(code)} {[v for v in method.__defaults__ or () if isinstance(v, int | float | str)]}"
+        waiting += _names_in(code)
+    text = repr(sorted(found.items())).encode()
+    return f"{sys.version_info[0]}.{sys.version_info[1]} {hashlib.blake2b(text, digest_size=8).hexdigest()}"
+
+
+def _text_of(code: CodeType) -> str:
+    """Return what a function does as text, the same in each process; of its texts not the first, which may say so."""
+    constants = [_text_of(c) if isinstance(c, CodeType) else _ordered(c) for c in code.co_consts]
+    constants = [c for place, c in enumerate(constants) if place or not isinstance(code.co_consts[0], str)]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _ordered(constant: Any) -> str:
+    return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    return [*code.co_names, *(name for c in code.co_consts if isinstance(c, CodeType) for name in _names_in(c))]
 
 
 def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:

@@ -29,7 +29,7 @@ from lightning_sgmcmc.posterior.predictive import network_inputs, states_in_plac
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Members, Mixture, Prediction, RegressionPrediction
-from lightning_sgmcmc.seeding import derive_seed, reseed, unchanged_torch_generators
+from lightning_sgmcmc.seeding import OwnDraws, derive_seed
 from lightning_sgmcmc.tables import as_tensor
 from lightning_sgmcmc.tensors import exact, widest, widest_dtype
 
@@ -337,18 +337,19 @@ class Decisions(StoredSamples):
         first = as_tensors(first, model.device, widest_dtype(model.device) if is_far else dtype)
         mean, std = (0.0, 1.0) if columns is None else (part.to(first) for part in columns.scaling)
         call = StatelessCall(model, lambda m, inputs: m.likelihood.law(m.output_of(((inputs - mean) / std).to(dtype))))
-        paths = []
-        with borrowed(model), torch.no_grad(), unchanged_torch_generators([model.device]):
-            reseed(derive_seed(seed, "rollout"), model.device)  # torch's distributions take no generator
+        paths, own_draws = [], OwnDraws(derive_seed(seed, "rollout"), model.device)
+        with borrowed(model), torch.no_grad():
             for state in states_in_place(model, store):
                 inputs, path = first, []
                 for _ in range(steps):
                     law = call.call(state, inputs)
-                    output = (law.sample() if noise else law.mean).to(first)
+                    with own_draws:
+                        output = (law.sample() if noise else law.mean).to(first)
                     if scaling is not None:
                         output = output * exact(scaling.factor).to(output) + exact(scaling.shift).to(output)
                     path.append(output)
-                    inputs = output if step is None else step(inputs, output)
+                    with own_draws:
+                        inputs = output if step is None else step(inputs, output)
                     _check_next(inputs, first, step is None)
                 paths.append(torch.stack(path))
         return torch.stack(paths)

@@ -8,7 +8,7 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,18 @@ from torch.nn.modules.module import (
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from lightning_sgmcmc.chains.execution import network_state
+from lightning_sgmcmc.chains.execution import in_turn, network_state
 from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.posterior import hugging_face
-from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
+from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, code_of, find_module_class, path_of
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.seeding import OwnDraws
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
@@ -198,7 +199,7 @@ def description_of(model: EnergyModel | None) -> Any:
     if model is None:
         return None
     try:
-        with model.at_chain(0):
+        with in_turn(model), model.at_chain(0):
             return describe(model)
     except UNDESCRIBED:
         return None
@@ -206,6 +207,7 @@ def description_of(model: EnergyModel | None) -> Any:
 
 def warn_of_other_network(description: Any, model: EnergyModel) -> None:
     """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes."""
+    warn_of_changed_code(description, model)
     ours = description_of(model)
     if description is None or ours is None:
         return
@@ -218,6 +220,44 @@ def warn_of_other_network(description: Any, model: EnergyModel) -> None:
             f"The model differs from the network of the samples: {found}. Its tensors have the same shapes, but its "
             "predictions are not those of the samples' network: pass a model like the trained one."
         )
+
+
+def warn_of_changed_code(description: Any, model: nn.Module) -> None:
+    """Warn if a class that a model has of the samples' network was defined anew since the fit, by a cell or an edited
+    file."""
+    changed: dict[str, None] = {}
+    try:
+        codes = list(_codes_in(description))
+    except RecursionError:
+        return  # it is damaged
+    for path, code in codes:
+        try:
+            cls = find_module_class(path)
+        except NotDescribableError:
+            continue
+        present = code_of(cls)
+        is_used = any(parametrize.type_before_parametrizations(part) is cls for part in model.modules())
+        if (
+            is_used and code != present and code.split(" ")[0] == present.split(" ")[0]
+        ):  # each version of Python has its own
+            changed[path.rpartition(":")[2]] = None
+    if changed:
+        rank_zero_warn(
+            f"The code of {' and '.join(changed)} has changed since the samples were drawn. If it computes something "
+            "else, predictions are not those of the samples: define the class as it was, or fit again."
+        )
+
+
+def _codes_in(description: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and the code of each described class that has one."""
+    if isinstance(description, list):
+        for item in description:
+            yield from _codes_in(item)
+    elif isinstance(description, dict):
+        if isinstance(description.get("code"), str) and isinstance(description.get("class"), str):
+            yield description["class"], description["code"]
+        for item in description.values():
+            yield from _codes_in(item)
 
 
 def first_difference(theirs: Any, ours: Any, where: str = "model", there: str = "samples") -> str | None:
@@ -256,6 +296,7 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
     else:
         own = parametrize.type_before_parametrizations(module)
         description = {"class": path_of(own), "arguments": _arguments_of(module)}
+        description |= {"code": code} if (code := code_of(own)) else {}
     _check_rebuilds(module, description)
     return description
 
@@ -351,7 +392,7 @@ def model_of(store: DiskStore, net: nn.Module | None = None, trust: bool = False
     try:
         if net is None:
             _check_outline(store, trust)
-        with torch.random.fork_rng(devices=[]):  # its initial weights are not used
+        with OwnDraws(0, torch.device("cpu")):  # its initial weights are not used
             model = _model(description, net, trust)
     except ValueError as error:
         if net is not None:
@@ -359,6 +400,7 @@ def model_of(store: DiskStore, net: nn.Module | None = None, trust: bool = False
         return None, f"{error}{store.written_by_newer}"
     if net is not None and len(store) > 0 and not store.skips_damaged:
         check_fits(store[0], model)
+    warn_of_changed_code(description, model)
     return model, ""
 
 

@@ -71,7 +71,8 @@ class DiskStore(SampleStore):
     def __init__(self, path: str | Path, skip_damaged: bool = False) -> None:
         self.path = Path(path).absolute()  # the working folder may change
         self.skips_damaged = skip_damaged
-        self._verified: set[str] = set()
+        self._verified: dict[str, object] = {}
+        """The state of each file when its checksum was compared."""
         self._held = manifest.OpenFiles()
         self._dropped: list[SampleRecord] = []
         """Records that `keep_newest` has dropped and the manifest still contains."""
@@ -269,7 +270,6 @@ class DiskStore(SampleStore):
         """Add the record of a sample that is written."""
         records = self._records if self.unrecorded is None else self.unrecorded
         records.append(record)  # the getter would settle again
-        self._verified.add(record.file)
 
     def share_writing(self, shares: bool = True) -> None:
         """Let this process write the files of samples that are appended, and the first process of the run the manifest
@@ -300,11 +300,10 @@ class DiskStore(SampleStore):
         record = self.records[index]
         path = manifest.place_of(self.path, record)
         try:
-            content = self._held.read(record.file) or manifest.read_sample_file(path)
-            if record.file not in self._verified:
-                if manifest.checksum(content) != record.checksum:
-                    raise OSError("its checksum differs from the manifest's")
-                self._verified.add(record.file)
+            content = self._held.read(record.file)
+            state = "held" if content else manifest.state_of_file(path)
+            content = content or manifest.read_sample_file(path)
+            self._verify(record, content, state)
             tensors = manifest.in_order(load(content), content)
         except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
             raise ValueError(self._unreadable(path, error, f"; {LEAVE_OUT} it")) from error
@@ -316,6 +315,13 @@ class DiskStore(SampleStore):
         return PosteriorSample(
             **own, parameters=self._read(parts[0]), buffers=parts[1], scales=parts[2], shared=self.shared
         )
+
+    def _verify(self, record: SampleRecord, content: bytes, state: object) -> None:
+        """Compare a file's checksum, unless the file is as it was when that was done."""
+        if self._verified.get(record.file) != state:
+            if manifest.checksum(content) != record.checksum:
+                raise OSError("its checksum differs from the manifest's")
+            self._verified[record.file] = state
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -331,7 +337,12 @@ class DiskStore(SampleStore):
 
     def _unreadable(self, path: Path, error: Exception, remedy: str) -> str:
         """Return the sentence on a sample that cannot be read."""
-        if not path.exists() and is_in_use(self.path):
+        is_present = manifest.is_of(manifest.home_of(self.path, self.run_id), self.run_id)
+        if is_present is None:
+            remedy = "; the samples were moved or deleted after they were opened: load them from their new place"
+        elif not is_present:
+            remedy = "; another run has written there since the samples were opened: load the posterior again"
+        elif not path.exists() and is_in_use(self.path):
             remedy = "; a fit is running there, whose max_samples deletes the oldest samples: load the posterior again"
         return f"the sample file {path} is missing or damaged: {error}{remedy}"
 
@@ -354,9 +365,15 @@ class DiskStore(SampleStore):
 
     @contextmanager
     def _open(self, index: int) -> Iterator[Any]:
-        path = manifest.place_of(self.path, self.records[index])
+        record = self.records[index]
+        path = manifest.place_of(self.path, record)
         try:
+            state = manifest.state_of_file(path)
+            if self._verified.get(record.file, state) != state:
+                self._verify(record, manifest.read_sample_file(path), state)
             with manifest.opened(path) as file:
+                if not manifest.is_content_of(file, record):
+                    raise OSError("it is another sample's")
                 yield file
         except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(self._unreadable(path, error, "")) from error
@@ -516,7 +533,7 @@ def begin_store(
     """Create the empty store of a new run, and move the samples of an earlier run aside."""
     lock = StoreLock(path)
     remove_left_over(path)
-    if (path / manifest.MANIFEST).exists():
+    while (path / manifest.MANIFEST).exists():  # again if another fit has begun and ended between the two locks
         aside = manifest.next_aside(path)
         if os.name != "posix":  # Windows moves no folder with an open file, so another fit's either
             lock.release()

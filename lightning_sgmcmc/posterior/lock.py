@@ -26,6 +26,8 @@ LOCKED_BYTE = 2**30
 HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
 TRIES, PAUSE = 6, 0.02
 """A reader that looks whether a fit is running holds the lock for some microseconds: so it is tried again."""
+MOST_TRIES = 100
+"""Times that a folder is taken which other fits move aside."""
 
 
 class InUseError(RuntimeError):
@@ -41,18 +43,20 @@ class StoreLock:
 
     def __init__(self, path: Path) -> None:
         self._file: Any = None
-        while True:
+        for remaining in reversed(range(MOST_TRIES)):
             try:
                 make_folder(path)
                 if os.path.lexists(path / LOCK):
                     check_regular(path / LOCK)  # not a link to another file, which would be emptied
                 self._file = open(path / LOCK, "ab+", buffering=0)  # noqa: SIM115, it stays open as long as the lock is held
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and remaining:
+                    continue  # the folder was moved meanwhile
                 raise unusable(path, error) from error
             self._take(path)
             if self._is_file_of(path):
                 break
-            self._file.close()  # the folder was moved meanwhile
+            self._file.close()  # likewise
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n".encode())
         _HELD.add(self)

@@ -412,14 +412,16 @@ def aside_folders(path: Path) -> list[Path]:
 
 def home_of(path: Path, run: str | None) -> Path:
     """Return the folder of a run's manifest, which a later fit may have moved aside; `path` if it is nowhere."""
-    for folder in (path, *aside_folders(path)):
-        try:
-            header = read_regular(folder / MANIFEST, LARGEST_MANIFEST).split(b"\n", 1)[0]
-        except OSError:
-            continue
-        if run is not None and f'"run": "{run}"'.encode() in header:
-            return folder
-    return path
+    return next((folder for folder in (path, *aside_folders(path)) if run is not None and is_of(folder, run)), path)
+
+
+def is_of(folder: Path, run: str) -> bool | None:
+    """Return whether a folder's manifest is a run's; None without one."""
+    try:
+        header = read_regular(folder / MANIFEST, LARGEST_MANIFEST).split(b"\n", 1)[0]
+    except OSError:
+        return None
+    return f'"run": "{run}"'.encode() in header
 
 
 def next_aside(path: Path) -> Path:
@@ -445,10 +447,21 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
         return False
     try:
         with opened(file) as content:
-            metadata = content.metadata() or {}
+            return is_content_of(content, record)
     except (OSError, SafetensorError, RuntimeError):
         return False
+
+
+def is_content_of(content: Any, record: SampleRecord) -> bool:
+    """Return whether an opened file is a record's, by its metadata."""
+    metadata = content.metadata() or {}
     return all(metadata.get(name, str(getattr(record, name))) == str(getattr(record, name)) for name in IDENTITY)
+
+
+def state_of_file(path: Path) -> tuple[int, int, int]:
+    """Return what changes where a file is replaced or written to."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_sgmcmc.batches.inputs import check_batches
 from lightning_sgmcmc.batches.loader import is_shuffled, warn_of_order
+from lightning_sgmcmc.chains.execution import borrowed, in_turn
 from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
@@ -117,7 +118,8 @@ class Posterior(Decisions):
             store.records = sound_records(store, model)  # in memory only
         posterior.calibration = saved_calibration(store)
         if model is not None:
-            model.to(device)
+            with in_turn(model):
+                model.to(device)
         return posterior
 
     @classmethod
@@ -192,7 +194,7 @@ class Posterior(Decisions):
                 f"{type(model).__name__} has no network and likelihood of their own to read states with: make "
                 "Posterior.from_states(net, states, likelihood), and merge"
             )
-        with model.at_chain(0):
+        with borrowed(model), model.at_chain(0):
             likelihood = mean_likelihood(model.likelihood, self, self.weights)
             net = copied(model.net).to(dtype_of(self.store[0].parameters))
             others = type(self).from_states(net, states, likelihood, weights)

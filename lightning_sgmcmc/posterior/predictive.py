@@ -23,7 +23,7 @@ from lightning_sgmcmc.batches.inputs import (
     leaves_of,
     with_decoder_inputs,
 )
-from lightning_sgmcmc.chains.execution import MASK_SEED, StatelessCall, borrowed, network_state
+from lightning_sgmcmc.chains.execution import MASK_SEED, StatelessCall, borrowed, in_turn, network_state
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.starts import Holder
 from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
@@ -134,7 +134,7 @@ def sound_records(store: DiskStore, model: EnergyModel | None) -> list[SampleRec
 def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
     """Raise ValueError unless a sample's tensors match the model's in names, shapes and types."""
     found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items() if name != MASK_SEED}
-    with model.at_chain(0):
+    with in_turn(model), model.at_chain(0):
         expected = {name: (tuple(t.shape), _kind(t)) for name, t in network_state(model).items()}
     odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
     if not odd:

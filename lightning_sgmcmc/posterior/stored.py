@@ -1,7 +1,9 @@
 """Stored samples with their weights: what needs no network, such as selections, weights, tables and export."""
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -9,6 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.execution import in_turn
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, comparable_log_weights
 from lightning_sgmcmc.chains.together import dtype_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_number
@@ -148,6 +151,12 @@ class StoredSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_ready": None}
+
+    def __deepcopy__(self: Samples, memo: dict[int, Any]) -> Samples:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with nullcontext() if self.model is None else in_turn(self.model):
+            vars(made).update(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def __len__(self) -> int:
         return len(self.store)
@@ -428,7 +437,7 @@ class StoredSamples:
             store.append(sample)
         store.take_over(self.store)
         kept = type(self)(store, self.model)
-        kept.calibration = self.calibration
+        kept.calibration, kept._why_no_model = self.calibration, self._why_no_model
         kept._novelty = None if self.novelty is None else self.novelty.in_memory()
         return kept
 

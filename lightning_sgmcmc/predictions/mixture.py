@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from lightning_sgmcmc.predictions.distributions import cdf_of, has_cdf, is_discrete
-from lightning_sgmcmc.seeding import reseed, unchanged_torch_generators
+from lightning_sgmcmc.seeding import OwnDraws
 from lightning_sgmcmc.tensors import sent, widest, widest_dtype
 
 MOST = 200
@@ -104,11 +104,11 @@ class Mixture:
         chosen = chosen.view(num, count).to(first.device)
         rows = torch.arange(count, device=first.device)
         own = int(torch.randint(2**62, (), generator=generator))
-        with unchanged_torch_generators([first.device]):
-            reseed(own, first.device)  # torch's distributions take no generator
-            parameters = {name: p[chosen, rows] for name, p in self.parameters.items()}
-            # Some of torch's distributions refuse NaN, others return it.
-            draws = self._made({name: torch.where(p.isnan(), 1.0, p) for name, p in parameters.items()}).sample()
+        parameters = {name: p[chosen, rows] for name, p in self.parameters.items()}
+        # Some of torch's distributions refuse NaN, others return it.
+        law = self._made({name: torch.where(p.isnan(), 1.0, p) for name, p in parameters.items()})
+        with OwnDraws(own, first.device):
+            draws = law.sample()
         return self.shift + self.factor * draws.masked_fill(_has_nan(parameters, draws.dim()), torch.nan)
 
     def _with_cdf(self) -> Distribution:

@@ -2,12 +2,16 @@
 
 import html
 import json
+import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import rich.console
+import rich.jupyter
 import torch
 import torchmetrics
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
@@ -111,6 +115,21 @@ def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixt
     assert said["gain"] == "There is one sample, so the model average is that sample."
     assert said["sampled"].startswith("Sampled the posterior? No, this is a snapshot ensemble")
     assert said["next"].startswith("Next: calibrate the predictions"), "one epoch leaves an underconfident network"
+
+
+def test_a_notebook_has_the_table_once_and_the_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel rich shows below the cell what it is to write to a file."""
+    shown: list[str] = []
+    module = types.ModuleType("IPython.display")
+    vars(module)["display"] = lambda html: shown.append(str(html))
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr(rich.jupyter.JupyterRenderable, "__str__", lambda self: self.text, raising=False)
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(), BayesianModelAverage(), RunSummary()]
+    quiet_trainer(max_epochs=2, callbacks=callbacks).fit(classifier(), *loaders())
+    assert sum("single sample" in text and "brier" in text for text in shown) == 1
+    assert "brier" in Path("sgmcmc/summary.txt").read_text()
 
 
 NAMES_LIKE_MARKUP = (

@@ -13,11 +13,11 @@ import torch
 import yaml
 from pytorch_lightning.loggers import CSVLogger
 
-from lightning_sgmcmc import Posterior
+from lightning_sgmcmc import Posterior, files
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.cli import fit as command
 from lightning_sgmcmc.cli import main
-from lightning_sgmcmc.posterior import lock
+from lightning_sgmcmc.posterior import disk, lock
 from tests.support.processes import in_a_process
 from tests.support.recorders import Each
 from tests.support.small_run import loader, module
@@ -316,3 +316,40 @@ def test_runs_of_one_logger_apart(tmp_path: Path) -> None:
     fit(tmp_path / "outer", in_step(3, other))
     assert inner == [2]
     assert list(states(tmp_path / "outer")) == [2, 4, 6, 8]
+
+
+def test_a_fit_that_begins_and_ends_while_another_moves_its_folder_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fits of a search in several processes come between the two locks, and between a folder and its lock."""
+    path, real, calls = tmp_path / "s", lock.StoreLock, list[int]()
+
+    def late(folder: Path) -> lock.StoreLock:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            fit(folder)
+        return real(folder)
+
+    def fit(folder: Path) -> None:
+        held = real(folder)
+        disk.DiskStore.create(folder)
+        held.release()
+
+    def forgetful(folder: Path) -> None:
+        calls.append(len(calls))
+        if len(calls) % 2:
+            files.make_folder(folder)
+
+    fit(path)
+    monkeypatch.setattr(disk, "StoreLock", late)
+    held = disk.begin_store(path, None)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["s", "s-1", "s-2"]
+    with pytest.raises(lock.InUseError):
+        real(path)
+    held.release()
+
+    calls.clear()
+    calls.append(0)
+    monkeypatch.setattr(lock, "make_folder", forgetful)
+    real(tmp_path / "other").release()
+    assert len(calls) == 3
