@@ -254,7 +254,7 @@ def parameter_table(
         if by == "element":
             flat, spread = mean[group].reshape(-1), variance[group].reshape(-1)
             for place, i in enumerate(watched[group]):
-                name = _element(group, shapes[group], i)
+                name = element(group, shapes[group], i)
                 rows.append(_row(name, (), float(flat[i]), float(spread[i]) ** 0.5, drawn[:, [place]], grid))
             continue
         size = sum(math.prod(shapes[name]) for name in members)
@@ -304,7 +304,8 @@ def _row(name: str, shape: tuple[int, ...], mean: float, sd: float, drawn: np.nd
     return ParameterRow(name, shape, mean, sd, max(rhats, default=math.nan), min(sizes, default=math.nan))
 
 
-def _element(name: str, shape: tuple[int, ...], index: int) -> str:
+def element(name: str, shape: tuple[int, ...], index: int) -> str:
+    """Return the name of a number of a parameter."""
     return f"{name}[{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else name
 
 
