@@ -24,6 +24,7 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.health.verdict import FEWEST_DRAWS, AverageGrowth, EarlyEnergy, ParameterMixing, RunFacts
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.posterior.export import element, parameter_draws
+from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.state import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
@@ -51,7 +52,7 @@ def facts_of(
     seen, seen_at_once = chains.observed, chains.observed.batch_size * chains.layout.ranks_per_chain
     drops_out = any(isinstance(layer, _DropoutNd) for layer in chains.model.modules())
     of_chains = 1 if chains.stacked is None else 2
-    grid = _grid_of_samples(module) if is_final else None
+    samples = _grid_of_samples(module) if is_final else None
     has_hidden = sum(weights.dim() > of_chains for weights in chains.trainable.values()) > 1
     adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
     return RunFacts(
@@ -66,8 +67,8 @@ def facts_of(
         contour=None if contour is None else contour.use(),
         predictions=predictions,
         rhat_limit=limit,
-        parameters=None if has_hidden or grid is None else _parameters(module, grid),
-        early=None if grid is None else _early_energy(module, grid),
+        parameters=None if has_hidden or samples is None else _parameters(chains, *samples),
+        early=None if samples is None else _early_energy(*samples),
         growth=_growth(evaluation),
         baseline=None if plan is None else plan.label,
         is_full_batch=0 < (seen.num_data or 0) <= seen_at_once and not drops_out,
@@ -120,19 +121,21 @@ def _predictions(evaluation: Evaluation | None) -> tuple[ChainDiagnostics | None
     return found, rhat_limit(len(grid.chains), grid.draws, RHAT_FALSE_ALARMS / FOLLOWED, time)
 
 
-def _grid_of_samples(module: ChainModel) -> ChainGrid | None:
-    """Return the places of a run's samples; None without some of each chain, of one temperature and one weight."""
-    posterior, total = module.posterior, module.chains.layout.total_chains
-    records = [] if posterior is None else posterior.records
-    if not records or len({record.temperature for record in records}) > 1 or posterior.weight_efficiency < 1 - 1e-6:
+def _grid_of_samples(module: ChainModel) -> tuple[SampleStore, ChainGrid] | None:
+    """Return a run's samples and their places; None without some of each chain, of one temperature and one weight."""
+    posterior = module.posterior
+    if posterior is None or len(posterior) == 0 or posterior.weight_efficiency < 1 - 1e-6:
         return None
-    grid = ChainGrid.of_chains([record.chain for record in records])
-    return None if grid.draws < FEWEST_DRAWS or len(grid.chains) < total else grid
+    if len({record.temperature for record in posterior.records}) > 1:
+        return None
+    grid = ChainGrid.of_chains([record.chain for record in posterior.records])
+    is_whole = grid.draws >= FEWEST_DRAWS and len(grid.chains) == module.chains.layout.total_chains
+    return (posterior.store, grid) if is_whole else None
 
 
-def _early_energy(module: ChainModel, grid: ChainGrid) -> EarlyEnergy | None:
+def _early_energy(store: SampleStore, grid: ChainGrid) -> EarlyEnergy | None:
     """Return the energies of the first quarter of the samples and of the others; None for few samples."""
-    energies = grid.arrange([record.energy for record in module.posterior.records]).mean(0)
+    energies = grid.arrange([record.energy for record in store.records]).mean(0)
     if len(energies) < MAX_BATCHES or not np.isfinite(energies).all():
         return None
     parts = np.array_split(energies, MAX_BATCHES)
@@ -146,13 +149,17 @@ def _early_energy(module: ChainModel, grid: ChainGrid) -> EarlyEnergy | None:
     return EarlyEnergy(first, later, quantile * 2 * error)
 
 
-def _parameters(module: ChainModel, grid: ChainGrid) -> ParameterMixing | None:
+def _parameters(chains: Chains, store: SampleStore, grid: ChainGrid) -> ParameterMixing | None:
     """Return how the samples of a run mix, by up to `FOLLOWED` of their numbers."""
-    posterior = module.posterior
     kept = np.unique(np.linspace(0, grid.draws - 1, min(grid.draws, MOST_DRAWS)).round().astype(int))
     grid = ChainGrid(grid.chains, grid.positions[:, kept], grid.dropped)
-    names = [name for name in posterior.store.shapes(0) if name in module.chains.trainable]
-    drawn = parameter_draws(posterior.store, grid, names)
+    names = [name for name in store.shapes(0) if name in chains.trainable]
+    try:
+        drawn = parameter_draws(store, grid, names)
+    except (OSError, ValueError):  # files that are gone or damaged, of which those who read them are told
+        return None
+    if not drawn:
+        return None
     labels = [element(name, own.shape[2:], i) for name, own in drawn.items() for i in range(own[0, 0].size)]
     values = np.concatenate([own.reshape(*own.shape[:2], -1) for own in drawn.values()], 2)
     watched = np.unique(np.linspace(0, len(labels) - 1, min(len(labels), FOLLOWED)).round().astype(int))

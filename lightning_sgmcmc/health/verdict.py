@@ -10,7 +10,16 @@ import numpy as np
 from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
 from lightning_sgmcmc.health.estimates import Estimates
 from lightning_sgmcmc.health.findings import SMALLER_LR, STILL_FALLING, Finding, FindingKind, Severity
-from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
+from lightning_sgmcmc.health.report import (
+    COLD,
+    DEEP,
+    POSTERIOR,
+    SNAPSHOT,
+    HealthReport,
+    RunMeasures,
+    TemperatureKind,
+    Temperatures,
+)
 from lightning_sgmcmc.planning.plan import COLD_BELOW, COOL_SHARE, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
 FLAT = 0.05
@@ -28,7 +37,7 @@ LONGEST = 10.0
 FEWEST_DRAWS = 20
 """With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
 HOT_ABOVE = 2.0
-"""A chain whose kinetic temperature is certainly above so many τ is not called a cold ensemble."""
+"""A chain that is certainly hotter than so many τ is neither a posterior sample nor a cold ensemble."""
 FEW_PARAMETERS = 1000
 """NUTS with the gradients of all data is advised for at most so many."""
 LOST_SHARE = 0.25
@@ -260,10 +269,12 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
         return (DEEP if facts.num_chains > 1 else SNAPSHOT), "the states are those of an optimization (temperature 0)"
     total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
-    hot = None if total is None else total.kinetic_interval
-    if reached is None and hot is not None and hot[0] > HOT_ABOVE * tau and not facts.is_cyclical:
-        assert total is not None
-        return None, f"its kinetic temperature is {total.kinetic:.3g}, above the target's {tau:.3g}"
+    if tau >= 1 and total is not None and not facts.is_cyclical and facts.acceptance is None:
+        temperatures: tuple[TemperatureKind, ...] = ("configurational", "kinetic")
+        for which in temperatures:
+            value, interval = total.measured(which)
+            if interval is not None and interval[0] > HOT_ABOVE * tau:
+                return None, f"its {which} temperature is {value:.3g}, above the target's {tau:.3g}"
     if reached is None and planned is not None and planned < LEAST_RELAXATION_TIMES:
         return COLD, f"a sampling stage covers {planned:.2g} of {WANTED:g} required relaxation times"
     if reached is None and tau >= 1:

@@ -56,8 +56,8 @@ def fit(
 ) -> tuple[HealthReport, list[str]]:
     """Return the verdict and the warnings of a fit by the lines of the first tutorial."""
     torch.manual_seed(0)
-    options = {"sampler": functools.partial(SGHMC, friction=0.05), "lr": 0.004, "num_chains": 4} | options
-    module = BayesianModule(net, Gaussian(std=0.3), 1.0, seed=0, **options)
+    usual: dict[str, Any] = {"sampler": functools.partial(SGHMC, friction=0.05), "lr": 0.004, "num_chains": 4}
+    module = BayesianModule(net, Gaussian(std=0.3), 1.0, seed=0, **(usual | options))
     callbacks = [SamplingSchedule(burn_in_steps=burn_in, every_n_steps=10), SampleCollector(in_memory=True)]
     trainer = quiet_trainer(max_steps=steps, callbacks=[*callbacks, *extra, ChainHealth(), RunSummary()])
     with warnings.catch_warnings(record=True) as caught:
