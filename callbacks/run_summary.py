@@ -40,11 +40,12 @@ from lightning_sgmcmc.fit.results import (
     write_evaluation,
     write_results,
 )
-from lightning_sgmcmc.health.report import COLD, DEEP, SNAPSHOT, HealthReport
+from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.plain import markdown_table
 from lightning_sgmcmc.planning import RunPlan
+from lightning_sgmcmc.planning.plan import with_article
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
@@ -230,6 +231,9 @@ def _claim(trainer: pl.Trainer, module: ChainModel) -> tuple[HealthReport | None
         return health, Claim(health.kind, health.reason)
     plan = module.plan
     if plan is not None and plan.kind is not None:
+        if health is not None:
+            expected = f"; the plan expects {with_article(POSTERIOR)}" if plan.kind.value == POSTERIOR else ""
+            return health, Claim(None, health.reason + expected)
         cold = f"the target's temperature is {plan.temperature:.3g}, the posterior's 1"
         why = cold if plan.temperature < 1 else "by the plan, since it was not measured"
         return health, Claim(plan.kind.value, why)

@@ -194,13 +194,23 @@ def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | Non
             renewed.update(id(p) for p in part.parameters(recurse=is_expanded(part)))
     for tensor, value in frozen:
         tensor.copy_(value)
-    same = [repr(name) for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
+    same = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
     if same and chain == 1:  # in the one process that holds chain 1
+        own = type(module).__name__
         warnings.warn(
-            f"All chains start with the same {', '.join(same)}: the layer has no reset_parameters. Define "
-            f"initialise_chain(chain) of {type(module).__name__}, or pass chain_start='same'.",
+            f"All chains start with the same {', '.join(map(repr, same))}: {_class_of(module, same[0])} has no "
+            f"reset_parameters() that draws them. Define it, or initialise_chain(chain) of {own}, or pass "
+            "chain_start='same'.",
             stacklevel=2,
         )
+
+
+def _class_of(module: nn.Module, name: str) -> str:
+    """Return the class that holds a parameter and is not torch's own, as a list of parameters is."""
+    path = name.rpartition(".")[0]
+    while path and type(module.get_submodule(path)).__module__.startswith("torch."):
+        path = path.rpartition(".")[0]
+    return type(module.get_submodule(path)).__name__ if path else "the layer"
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def sampled_sentence(health: HealthReport | None, claim: Claim) -> str:
     problem = next((f for f in health.findings if f.severity == "problem"), None) if health is not None else None
     if kind == POSTERIOR and problem is None:
         return f"Sampled the posterior? Yes, this is a posterior sample{because}."
-    if kind == POSTERIOR and problem is not None:
+    if kind in (POSTERIOR, None) and problem is not None:
         return f"Sampled the posterior? Not shown; {problem.sentence}."
     if kind is not None:
         return f"Sampled the posterior? No, this is {with_article(kind)}{because}."

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar
 
 import numpy as np
@@ -192,7 +192,8 @@ class ExactResume(RunCallback):
             elif isinstance(loader, torch.utils.data.DataLoader):
                 self._generators.seed_workers(loader, self._seed)
         self._note_positions()
-        self._awaits_batches = len(self._loaders) < len(loaders) and len(own) > 1
+        others = [loader for loader in loaders if not isinstance(loader, ResumableLoader)]
+        self._awaits_batches = len(own) > 1 and not all(map(_has_one_batch, others))
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "With a plain DataLoader, resuming is bit-exact only from checkpoints at the end of an epoch: pass a "
@@ -523,6 +524,12 @@ def _shown(name: str, settings: Mapping[str, Any]) -> str:
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
+
+
+def _has_one_batch(loader: Any) -> bool:
+    """Return whether each batch has all data, so that chains that share their batches share no noise."""
+    size, data = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    return size is not None and isinstance(data, Sized) and len(data) <= size
 
 
 def fingerprint(loader: Any) -> dict[str, Any]:

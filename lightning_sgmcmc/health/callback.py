@@ -247,7 +247,7 @@ class ChainHealth(StepClaimant):
         rates = next((c.acceptance_rate for c in declared(trainer) if c.tests_trajectories), None)
         accepted = None if has_diverged or rates is None else float(of_chains(rates.mean().reshape(1)))
         moved = any(callback.has_moved_target for callback in declared(trainer))
-        facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted, moved)
+        facts = facts_of(module, sampler, evaluation, is_optimization(trainer, module), accepted, moved, is_final)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         report = report.with_divergence() if has_diverged else report
         report = with_held_out(report, evaluation, facts.baseline is None and facts.temperature != 0)

@@ -40,9 +40,10 @@ KINETIC, PLAIN, ANCHORED, NOISE = range(NUM_ROWS)
 """Rows of `Observations.values`."""
 MIN_BATCHES = 8
 """With fewer batches there are no findings."""
-WIDEST, FARTHEST = 1.0, 30.0
+WIDEST, FARTHEST, BLAZING, HIGHEST = 1.0, 30.0, 10.0, 1e100
 """A temperature is not measurable if its interval is wider than ± τ, unless it lies wholly above the tolerated range
-and its ends are within this factor."""
+and its ends are within the factor `FARTHEST`, or it lies above `BLAZING`·τ, as that of an unstable chain whose heat
+grows without end. `HIGHEST` is the highest end."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Estimates:
 
     def _measurable(self, low: float, high: float) -> Interval | None:
         """Return the interval of a temperature over τ in units of τ, None if it says nothing."""
-        is_hot = low > 1 + self.tolerance and high < FARTHEST * low
+        high = min(high, HIGHEST)
+        is_hot = low > BLAZING or (low > 1 + self.tolerance and high < FARTHEST * low)
         return (self.tau * low, self.tau * high) if is_hot or high - low < 2 * WIDEST else None
 
     # -- mini-batch noise ---------------------------------------------------------------------------------------------

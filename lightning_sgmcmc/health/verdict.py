@@ -3,13 +3,23 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import MIXED, ChainDiagnostics
 from lightning_sgmcmc.health.estimates import Estimates
-from lightning_sgmcmc.health.findings import SMALLER_LR, STILL_FALLING, Finding, FindingKind
-from lightning_sgmcmc.health.report import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
+from lightning_sgmcmc.health.findings import SMALLER_LR, STILL_FALLING, Finding, FindingKind, Severity
+from lightning_sgmcmc.health.report import (
+    COLD,
+    DEEP,
+    POSTERIOR,
+    SNAPSHOT,
+    HealthReport,
+    RunMeasures,
+    TemperatureKind,
+    Temperatures,
+)
 from lightning_sgmcmc.planning.plan import COLD_BELOW, COOL_SHARE, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
 FLAT = 0.05
@@ -26,6 +36,10 @@ LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
 FEWEST_DRAWS = 20
 """With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
+HOT_ABOVE = 2.0
+"""A chain that is certainly hotter than so many τ is neither a posterior sample nor a cold ensemble."""
+FEW_PARAMETERS = 1000
+"""NUTS with the gradients of all data is advised for at most so many."""
 LOST_SHARE = 0.25
 """A target has too many parameters for the data if its thermal energy is `HOT_SHARE` of the energy of chance, and its
 samples lose this share."""
@@ -79,6 +93,34 @@ class AverageGrowth:
     certain: bool = True
 
 
+class ParameterMixing(NamedTuple):
+    """How the sampled number that mixes worst does: its name, split R-hat, the R-hat that draws of one law rarely
+    exceed, bulk effective sample size, and the count of all sampled numbers."""
+
+    name: str
+    rhat: float
+    limit: float
+    ess: float
+    sampled: int
+
+    @property
+    def sentence(self) -> str:
+        """The measured values."""
+        return (
+            f"R-hat of {self.name} is {self.rhat:.2f}, but should be below {self.limit:.2f} (effective sample size "
+            f"{self.ess:.0f})"
+        )
+
+
+class EarlyEnergy(NamedTuple):
+    """Mean energies, in nats: of the first quarter of the samples, of the others, and by how much they may differ by
+    chance."""
+
+    first: float
+    later: float
+    error: float
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What is known of a run besides its steps; an unknown part is None.
@@ -95,6 +137,8 @@ class RunFacts:
         contour: what a contour did, which flattens the density of energies; None without one.
         predictions: diagnostics of the predictions along the chains.
         rhat_limit: R-hat that mixed chains of this length rarely exceed.
+        parameters: how the parameters mix, None for a network with hidden units, whose parameters are not identified.
+        early: energies of the first samples and of the others, None without comparable samples.
         growth: how the average changed with its samples.
         cold_below: a temperature at most this is a cold posterior's by intention.
         baseline: what a baseline calls itself, None for a run that samples.
@@ -118,6 +162,8 @@ class RunFacts:
     contour: ContourUse | None = None
     predictions: ChainDiagnostics | None = None
     rhat_limit: float = math.inf
+    parameters: ParameterMixing | None = None
+    early: EarlyEnergy | None = None
     growth: AverageGrowth | None = None
     cold_below: float = 0.1
     baseline: str | None = None
@@ -171,7 +217,7 @@ class RunFacts:
             return f"{cold}: longer runs reach a thermal energy of {heat:,.0f} nats, and guessing costs {chance:,.0f}"
         factor = WANTED / covered if covered else math.inf
         if factor > LONGEST:
-            return f"{cold} (the posterior needs {f'{factor:.0f} times' if factor < 1e6 else 'far more'} the steps)"
+            return f"{cold} (the posterior needs {f'{factor:.0f} times the' if factor < 1e6 else 'far more'} steps)"
         return f"sample {math.ceil(factor)} times as long" if factor > 1 else "use a longer burn-in"
 
 
@@ -183,7 +229,12 @@ def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) ->
     report = replace(report, kind=kind, reason=reason)
     found = [_acceptance(facts), *contour_findings(facts.contour), _chains(report, facts), _average(facts)]
     if estimates is not None:
-        found += [_at_chance(report, facts, estimates), _target(report, facts, estimates), _preconditioner(facts)]
+        found += [
+            _early(report, facts, estimates),
+            _at_chance(report, facts, estimates),
+            _target(report, facts, estimates),
+            _preconditioner(facts),
+        ]
     return report.with_findings(*found)
 
 
@@ -218,6 +269,12 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
         return (DEEP if facts.num_chains > 1 else SNAPSHOT), "the states are those of an optimization (temperature 0)"
     total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
+    if tau >= 1 and total is not None and not facts.is_cyclical and facts.acceptance is None:
+        temperatures: tuple[TemperatureKind, ...] = ("configurational", "kinetic")
+        for which in temperatures:
+            value, interval = total.measured(which)
+            if interval is not None and interval[0] > HOT_ABOVE * tau:
+                return None, f"its {which} temperature is {value:.3g}, above the target's {tau:.3g}"
     if reached is None and planned is not None and planned < LEAST_RELAXATION_TIMES:
         return COLD, f"a sampling stage covers {planned:.2g} of {WANTED:g} required relaxation times"
     if reached is None and tau >= 1:
@@ -229,10 +286,16 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
     if tau < 1:
         return COLD, f"the target's temperature is {tau:.3g}, the posterior's 1"
     reason = f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
-    if facts.num_chains > 1 and facts.predictions is None and not facts.is_cyclical:
+    if facts.parameters is not None:
+        own = facts.parameters
         reason += (
-            f"; whether its {facts.num_chains} chains agree was not measured, for which pass BayesianModelAverage with "
-            f"validation data, and draw {FEWEST_DRAWS} samples of each chain"
+            f"; of its parameters {own.name} mixes worst: R-hat {own.rhat:.2f}, effective sample size {own.ess:.0f}"
+        )
+    elif facts.num_chains > 1 and facts.predictions is None and not facts.is_cyclical:
+        needed = "BayesianModelAverage with validation data" if facts.has_hidden else "a SampleCollector"
+        reason += (
+            f"; whether its {facts.num_chains} chains agree was not measured, for which pass {needed}, and draw "
+            f"{FEWEST_DRAWS} samples of each chain"
         )
     return POSTERIOR, reason
 
@@ -329,18 +392,54 @@ def _cooler(report: HealthReport, heat: float, chance: float) -> str:
 
 def _chains(report: HealthReport, facts: RunFacts) -> Finding | None:
     found = facts.predictions
-    if found is None or facts.num_chains < 2 or facts.is_cyclical or report.kind not in (POSTERIOR, None):
+    if facts.is_cyclical or report.kind not in (POSTERIOR, None):
         return None  # an ensemble's members should differ
+    if found is None or facts.num_chains < 2:
+        return _parameters(facts)
     if not math.isfinite(found.rhat) or found.rhat <= facts.rhat_limit:
-        return None
+        return _parameters(facts)
     sentence = (
         f"chains: they disagree on their predictions: R-hat is {found.rhat:.2f}, but should be below "
         f"{facts.rhat_limit:.2f} (effective sample size {found.ess_bulk:.0f})"
     )
-    factor = (found.rhat**2 - 1) / (MIXED**2 - 1)
+    return Finding(FindingKind.CHAINS, sentence, "above", remedy=_until_mixed(found.rhat, facts))
+
+
+def _until_mixed(rhat: float, facts: RunFacts) -> str:
+    factor = (rhat**2 - 1) / (MIXED**2 - 1)
     longer = f"sample {math.ceil(factor)} times as long"
-    remedy = longer if factor <= LONGEST else f"treat them as separate modes, or {longer}"
-    return Finding(FindingKind.CHAINS, sentence, "above", remedy=remedy)
+    return longer if factor <= LONGEST or facts.num_chains < 2 else f"treat them as separate modes, or {longer}"
+
+
+def _parameters(facts: RunFacts) -> Finding | None:
+    """Return the finding of parameters that do not mix, a note where the chains agree on their predictions."""
+    own = facts.parameters
+    if own is None or own.rhat <= own.limit:
+        return None
+    of = "they disagree on a parameter" if facts.num_chains > 1 else "parts of the one chain disagree on a parameter"
+    remedy = _until_mixed(own.rhat, facts)
+    if own.sampled <= FEW_PARAMETERS:
+        remedy += ", or draw by NUTS: reference.sample(module, data)"
+    severity: Severity = "problem" if facts.predictions is None else "note"
+    sentence = f"chains: {of}: {own.sentence}"
+    return Finding(FindingKind.CHAINS, sentence, "above", own.name.partition("[")[0], remedy, severity)
+
+
+def _early(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Finding | None:
+    """Return the finding of first samples that are from the way to the posterior, which `ChainHealth` leaves out of its
+    other measurements and which count among the samples."""
+    early, known = facts.early, {finding.kind for finding in report.findings}
+    if early is None or not facts.is_steady or report.kind not in (POSTERIOR, None) or FindingKind.ENERGY in known:
+        return None
+    thermal = report.tolerance * report.temperature * estimates.observations.dimension
+    if early.first - early.later <= early.error + thermal:
+        return None
+    sentence = (
+        f"energy: its mean is {early.first:.6g} nats in the first quarter of the samples and {early.later:.6g} in the "
+        "others, so the first are from the way to the posterior"
+    )
+    remedy = "use a longer burn-in, or leave the first quarter out: posterior[len(posterior) // 4 :]"
+    return Finding(FindingKind.ENERGY, sentence, "below", remedy=remedy)
 
 
 def _average(facts: RunFacts) -> Finding | None:

@@ -59,6 +59,8 @@ def samples_in(path: Path) -> Path:
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
+SEEN = 20
+"""Draws of a chain by which parameters that do not move are found."""
 SMALL = 10
 """Default size limit of exported parameters, if no names are given."""
 
@@ -164,6 +166,14 @@ def parameter_draws(store: SampleStore, grid: ChainGrid, names: Sequence[str]) -
     return {name: np.stack([d[name].numpy() for d in drawn]).reshape(*leading, *drawn[0][name].shape) for name in names}
 
 
+def unmoved(store: SampleStore) -> list[str]:
+    """Return the parameters that are the same in some twenty draws of each chain."""
+    grid = ChainGrid.of_chains([record.chain for record in store.records])
+    kept = np.unique(np.linspace(0, grid.draws - 1, min(grid.draws, SEEN)).round().astype(int))
+    drawn = parameter_draws(store, ChainGrid(grid.chains, grid.positions[:, kept], 0), list(store.shapes(0)))
+    return [name for name, own in drawn.items() if own.size and (own == own[:, :1]).all() and len(kept) > 1]
+
+
 def _of_samples(argument: str, given: Mapping[str, Tensor], grid: ChainGrid, count: int) -> dict[str, np.ndarray]:
     for name, values in given.items():
         if values.dim() == 0 or len(values) != count:
@@ -223,7 +233,10 @@ class ParameterTable:
 
 
 def _cells(row: ParameterRow) -> tuple[str, ...]:
-    numbers = ((row.mean, ".4g"), (row.sd, ".4g"), (row.rhat, ".3f"), (row.ess, ".0f"))
+    digits = 4  # of a mean, or more: a hundredth of its standard deviation shows
+    if row.sd > 0 and abs(row.mean) > row.sd:
+        digits = max(digits, min(math.ceil(math.log10(abs(row.mean) / row.sd)) + 2, 15))
+    numbers = ((row.mean, f".{digits}g"), (row.sd, ".4g"), (row.rhat, ".3f"), (row.ess, ".0f"))
     shape = "×".join(map(str, row.shape)) or "-"
     return (row.name, shape, *("-" if math.isnan(value) else format(value, style) for value, style in numbers))
 
@@ -254,7 +267,7 @@ def parameter_table(
         if by == "element":
             flat, spread = mean[group].reshape(-1), variance[group].reshape(-1)
             for place, i in enumerate(watched[group]):
-                name = _element(group, shapes[group], i)
+                name = element(group, shapes[group], i)
                 rows.append(_row(name, (), float(flat[i]), float(spread[i]) ** 0.5, drawn[:, [place]], grid))
             continue
         size = sum(math.prod(shapes[name]) for name in members)
@@ -304,7 +317,8 @@ def _row(name: str, shape: tuple[int, ...], mean: float, sd: float, drawn: np.nd
     return ParameterRow(name, shape, mean, sd, max(rhats, default=math.nan), min(sizes, default=math.nan))
 
 
-def _element(name: str, shape: tuple[int, ...], index: int) -> str:
+def element(name: str, shape: tuple[int, ...], index: int) -> str:
+    """Return the name of a number of a parameter."""
     return f"{name}[{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else name
 
 

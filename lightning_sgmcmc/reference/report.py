@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,9 +143,14 @@ def missing_information(hamiltonians: np.ndarray) -> list[float]:
     return [float(value) for value in (np.diff(hamiltonians, axis=1) ** 2).mean(1) / variance]
 
 
-def doubts(report: ReferenceReport, quantities: int) -> list[str]:
-    """Return what makes a run's draws doubtful as a truth, a sentence each."""
+def doubts(report: ReferenceReport, quantities: int, still: Sequence[str] = ()) -> list[str]:
+    """Return what makes a run's draws doubtful as a truth, a sentence each; parameters in `still` did not move."""
     chains, draws, found = report.chains, report.draws, []
+    if still:
+        found.append(
+            f"{', '.join(map(repr, still[:3]))} did not move in any chain, as where the scales of parameters differ by "
+            "many powers of ten: give the parameters units in which they are of the order of 1"
+        )
     diverged = sum(report.divergences)
     if diverged:
         found.append(
@@ -303,9 +308,15 @@ class Traces:
         )
 
     def report(
-        self, chains: HamiltonianChains, settings: Settings, parameters: int, num_data: int, seconds: float
+        self,
+        chains: HamiltonianChains,
+        settings: Settings,
+        parameters: int,
+        num_data: int,
+        seconds: float,
+        still: Sequence[str],
     ) -> ReferenceReport:
-        """Return the record of a run that has ended, of P parameters and N data."""
+        """Return the record of a run that has ended, of P parameters, of which some did not move, and N data."""
         count = len(self._hamiltonians)
         means = {name: (total / count).tolist() for name, total in self._sums.items()}
         values = torch.stack(self._draws, 1).numpy()
@@ -328,7 +339,7 @@ class Traces:
             ess_bulk=bulk,
             ess_tail=tail,
         )
-        found.warnings.extend(doubts(found, values.shape[2]))
+        found.warnings.extend(doubts(found, values.shape[2], still))
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.export import unmoved
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.reference.chains import HamiltonianChains, Kernel, Settings
@@ -194,8 +195,8 @@ class _Run:
                 rank_zero_info(f"The run is saved at iteration {made}; the same call continues it.")
             raise
         self._save()
-        parameters = self._problem.initial.shape[1]
-        return self._traces.report(self._chains, self._settings, parameters, self._problem.num_data, self._seconds)
+        sizes = self._problem.initial.shape[1], self._problem.num_data
+        return self._traces.report(self._chains, self._settings, *sizes, self._seconds, unmoved(self._store))
 
     def _iterate(self) -> None:
         chains, settings, problem = self._chains, self._settings, self._problem

@@ -127,7 +127,7 @@ def test_a_parameter_without_reset_is_named() -> None:
             return self.scale * self.layer(x)
 
     module = BayesianModule(net=Scaled(), likelihood=Categorical(), num_chains=2, seed=1)
-    with pytest.warns(UserWarning, match=r"start with the same 'net\.scale'"):
+    with pytest.warns(UserWarning, match=r"start with the same 'net\.scale': Scaled has no reset_parameters"):
         module.configure_model()
 
 

@@ -433,4 +433,4 @@ def test_chains_in_two_modes_are_found_or_said_not_to_be_compared(compared: bool
     assert report is not None
     if compared:
         assert FindingKind.CHAINS in [finding.kind for finding in report.findings]
-    assert ("BayesianModelAverage" in report.reason) != compared
+    assert ("which pass a SampleCollector" in report.reason) != compared, "one layer, whose parameters tell"

@@ -280,7 +280,7 @@ def test_the_numbers_to_change_are_the_right_ones() -> None:
     assert 1 < times < 10
     (sentence,) = first.warnings
     words = sentence.replace(",", "").split()
-    assert float(words[words.index("times", 3) - 1]) == pytest.approx(times, rel=0.1)
+    assert float(words[words.index("times", 6) - 1]) == pytest.approx(times, rel=0.1)
     proposed = float(words[words.index("std") + 1])
     second = planned(module(prior=GaussianPrior(proposed), lr=lr), SamplingSchedule(every_n_steps=50), steps=steps)
     assert second.relaxation_times == pytest.approx(WANTED, rel=0.1)
