@@ -196,10 +196,10 @@ def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | Non
         tensor.copy_(value)
     same = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
     if same and chain == 1:  # in the one process that holds chain 1
-        own = type(module).__name__
+        name = type(module).__name__
         warnings.warn(
             f"All chains start with the same {', '.join(map(repr, same))}: {_class_of(module, same[0])} has no "
-            f"reset_parameters() that draws them. Define it, or initialise_chain(chain) of {own}, or pass "
+            f"reset_parameters() that draws them. Define it, or initialise_chain(chain) of {name}, or pass "
             "chain_start='same'.",
             stacklevel=2,
         )

@@ -93,7 +93,7 @@ def unexplained(likelihood: Any, log_densities: Tensor, target: Tensor) -> float
 
         nll/guess,   for D numbers exp(2·(nll - guess)/D)
 
-    At most 1, and 1 where a guess has no NLL, or a datum none without it.
+    At most 1, and 1 where a guess has no NLL, or an example none without it.
 
     Args:
         likelihood: which says what a guess has.
