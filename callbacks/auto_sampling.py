@@ -54,7 +54,7 @@ LIMITS, HOT_LIMITS = (0.025, 1.0), (0.06, 0.35)
 largest σ that this gives; the same at temperature 1."""
 FEW, LIMITS_OF_NUMBERS = 450, (0.2, 1.0)
 """Fewer data begin at a higher temperature, of a regression or 1; limits of a regression's prior like those above."""
-LEAST_STEPS, LAST_DECISION, LEARNING, MOST_LEFT_OUT = 300, 0.45, 0.9, 4_096
+LEAST_STEPS, LAST_DECISION, LEARNING, MOST_LEFT_OUT = 2_000, 0.45, 0.9, 4_096
 """Steps of a run whose temperature may fall from 1, and the share of its draws until which it may; how much less a
 network that learns leaves unexplained than a block before; training data that tell."""
 FOLLOWED, PREDICTED, FIRST_GAIN = (0.03, 0.08), (0.45, 0.65), 3.0
@@ -92,10 +92,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
       of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
       network was trained or σ has settled, or after overfitting has begun, lose their weight.
 
-    Without validation data, which a warning says, and below 450 data of classes, τ is 1 at first. After 15 % of the
-    draws each training datum, of some 4,000 at most, is predicted by them without itself. If the NLL is below 0.45 of a
-    guess's, or the errors of numbers below 3 % of the variance, τ and σ become the cold ones; from 0.65 or 8 % on they
-    stay, and between they are interpolated. Without validation data later draws count alike, and earlier ones do not.
+    Without validation data, which a warning says, and below 450 data of classes, τ is 1 at first in runs of 2,000 steps
+    (of numbers in all). After 15 % of the draws each training datum, of some 4,000 at most, is predicted by them
+    without itself. If the NLL is below 0.45 of a guess's, or the errors of numbers below 3 % of the variance, τ and σ
+    become the cold ones; from 0.65 or 8 % on they stay; between they are interpolated. Without validation data earlier
+    draws then lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
@@ -396,9 +397,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def _score(self, scores: DrawingScores, sample: PosteriorSample, data: Any, limit: float) -> Scores:
         """Return a draw's scores on some batches; the targets are checked with the first draw."""
-        run = self.run
-        score = functools.partial(score_samples, run.trainer, run.module, data, limit, not self._densities)
-        return scores.of(sample, score).on_loaders[0]
+        own = self.run.trainer, self.run.module, data, limit, not self._densities
+        return scores.of(sample, functools.partial(score_samples, *own)).on_loaders[0]
 
     def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
         """Keep a draw's densities of the validation data, and add it to its chain's average."""

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.few_data [--seeds 3] [--root DIR] [--json FILE]
 
 Digits 64-50-10, 1,000 steps in batches of 32, of which the ensemble's four networks have a quarter each. `AutoSampling`
-takes a fifth of the data, at least four, for validation, or none; the ensemble trains on all. `--root` has sets of
-recipe `equal_cost` in the place of digits, with a hidden layer of 50 too, and labels with noise: digits of which a part
+takes a fifth of the data, at least four, for validation, or none; the ensemble trains on all. `--root` has 4,000 steps
+on sets of recipe `equal_cost` in the place of digits, with a hidden layer of 50 too, and labels with noise: digits of which a part
 has a random label, and laws of 20 columns with P(y = 1) = 1/(1 + exp(-s·z)), z ~ N(0, 1) a linear form of them.
 """
 
@@ -43,7 +43,7 @@ COUNTS: dict[str, Sequence[int]] = {
     "pima": (50, 200, 460),
     "covertype": (100, 400, 2000),
 }
-OF_DIGITS, STEPS, BATCH = (20, 50, 100, 200, 400), 1000, 32
+OF_DIGITS, STEPS, STEPS_OF_SETS, BATCH = (20, 50, 100, 200, 400), 1_000, 4_000, 32
 AUTO: dict[str, dict[str, Any]] = {
     "AutoSampling": {},
     "no validation data": {},
@@ -51,8 +51,11 @@ AUTO: dict[str, dict[str, Any]] = {
     "prior std 1": {"prior_std": 1.0},
     "AutoSampling, ood": {"objective": "ood"},
     "ood, prior std 0.2": {"objective": "ood", "prior_std": 0.2},
+    "cold, no validation data": {"temperature": 0.03},
 }
-ENSEMBLE, ON_ALL = "ensemble of 4", ("ensemble of 4", "no validation data")
+ENSEMBLE, GUESSING = "ensemble of 4", "guessing"
+ON_ALL = (ENSEMBLE, "no validation data", "cold, no validation data")
+OF_SETS = ("AutoSampling", *reversed(ON_ALL), GUESSING)
 
 
 def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,13 +78,13 @@ def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Te
     return x.float().flatten(1), y
 
 
-def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor, steps: int) -> tuple[float, float]:
     """Return the error in percent and the NLL on test data."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held_out = max(count // 5, 4)
     split = count if method in ON_ALL else count - held_out
     train, val, test = order[:split], order[count - held_out : count], order[-min(len(x) // 3, 2000) :]
-    if method == "guessing":
+    if method == GUESSING:
         shares = (torch.bincount(y[order[:count]], minlength=int(y.max()) + 1) + 1) / (count + int(y.max()) + 1)
         return 100 * float((y[test] != shares.argmax()).float().mean()), -float(shares.log()[y[test]].mean())
     torch.manual_seed(derive_seed(seed, "network"))
@@ -92,8 +95,7 @@ def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor) ->
     else:
         module = BayesianModule(net, Categorical(), seed=seed)
         schedule = AutoSampling(num_draws=40, **AUTO[method])
-    steps = STEPS // module.num_chains
-    trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, SampleCollector(in_memory=True)])
+    trainer = quiet_trainer(max_steps=steps // module.num_chains, callbacks=[schedule, SampleCollector(in_memory=True)])
     batches = DataLoader(TensorDataset(x[train], y[train]), min(BATCH, split), shuffle=True)
     trainer.fit(module, batches, None if method in ON_ALL else DataLoader(TensorDataset(x[val], y[val]), held_out))
     assert module.posterior is not None
@@ -106,18 +108,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--root", type=Path)
+    parser.add_argument("--sets", nargs="+", choices=[*NOISY, *COUNTS])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measure_quietly()
     sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if options.root is None else {**NOISY, **COUNTS}
-    methods = [*AUTO, ENSEMBLE] if options.root is None else ["AutoSampling", *reversed(ON_ALL), "guessing"]
+    sets = {name: sets[name] for name in options.sets} if options.sets else sets
+    methods = [*list(AUTO)[:-1], ENSEMBLE] if options.root is None else list(OF_SETS)
+    steps = STEPS if options.root is None else STEPS_OF_SETS
     header, rows = ["labels" if options.root is None else "data, labels", *methods], []
     for name, counts in sets.items():
         x, y = data_of(name, options.root)
         for count in counts:
             cells = []
             for method in methods:
-                errors, nll = zip(*(run(method, count, seed, x, y) for seed in range(options.seeds)), strict=True)
+                errors, nll = zip(
+                    *(run(method, count, seed, x, y, steps) for seed in range(options.seeds)), strict=True
+                )
                 cells.append(f"{sum(errors) / len(errors):.1f} %, {sum(nll) / len(nll):.2f}")
             rows.append([f"{count}" if name is None else f"{name}, {count}", *cells])
             print(rows[-1], flush=True)
