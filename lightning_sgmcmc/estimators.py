@@ -240,8 +240,8 @@ class BayesianClassifier(ClassifierMixin, _BayesianEstimator):
         batch_size: data of a step.
         num_chains: chains, which start apart.
         num_samples: samples of all chains together, of which `AutoSampling` draws the same number in each.
-        validation_fraction: share of the rows that are for validation, in [0, 1). 0 chooses neither prior nor weights,
-            which predicts better below about a hundred rows.
+        validation_fraction: share of the rows that are for validation, in [0, 1). With 0 the training data choose
+            the temperature, and nothing the weights, which predicts better below about a hundred rows.
         callbacks: further callbacks of the trainer, copied for each fit; a schedule among them replaces `AutoSampling`,
             and a `SampleCollector` the one in memory.
         module: further arguments of `BayesianModule`, such as `dict(sampler=SGHMC, lr=0.01)` for a schedule of yours.
@@ -341,8 +341,8 @@ class BayesianRegressor(RegressorMixin, _BayesianEstimator):
         batch_size: data of a step.
         num_chains: chains, which start apart.
         num_samples: samples of all chains together, of which `AutoSampling` draws the same number in each.
-        validation_fraction: share of the rows that are for validation, in [0, 1). 0 chooses neither prior nor weights,
-            which predicts better below about a hundred rows.
+        validation_fraction: share of the rows that are for validation, in [0, 1). With 0 the training data choose
+            the temperature, and nothing the weights, which predicts better below about a hundred rows.
         callbacks: further callbacks of the trainer, copied for each fit; a schedule among them replaces `AutoSampling`,
             and a `SampleCollector` the one in memory.
         module: further arguments of `BayesianModule`, such as `dict(sampler=SGHMC, lr=0.01)` for a schedule of yours.

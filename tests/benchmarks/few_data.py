@@ -4,8 +4,8 @@
 
 Digits 64-50-10, 1,000 steps in batches of 32, of which the ensemble's four networks have a quarter each. `AutoSampling`
 takes a fifth of the data, at least four, for validation, or none; the ensemble trains on all. `--root` has 4,000 steps
-on sets of recipe `equal_cost` in the place of digits, with a hidden layer of 50 too, and labels with noise: digits of which a part
-has a random label, and laws of 20 columns with P(y = 1) = 1/(1 + exp(-s·z)), z ~ N(0, 1) a linear form of them.
+on sets of recipe `equal_cost`, with a hidden layer of 50 too, and on labels with noise: digits of which a part has a
+random label, and laws of 20 columns with P(y = 1) = 1/(1 + exp(-s·z)), z ~ N(0, 1) a linear form of them.
 """
 
 import argparse
