@@ -186,8 +186,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         super().reset()
         self._budget.reset()
         self._densities: dict[tuple[int, int], Tensor] = {}  # log p(y_i) of validation data, by step and chain
-        self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
-        """The average of each chain's newest draws."""
+        self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)  # of each chain's newest draws
         self._scores, self._training_scores = DrawingScores(), DrawingScores()
         self._num_scored = 0  # steps whose draws were evaluated
         self._scored: tuple[int, Tensor | None] | None = None  # the present draws' step, and the targets
@@ -256,7 +255,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         is_free = (self._given[0], self.prior_scales, self.temperatures) == (None, None, None)
         if self._begins_warm is None:
             is_few = not self._is_regression and self._num_data is not None and self._num_data < FEW
-            learns = self._is_regression or (self._budget.expected or fit_steps(trainer)) >= LEAST_STEPS
+            steps = fit_steps(trainer) if self.budget is None else self._budget.expected or LEAST_STEPS * is_few
+            learns = self._is_regression or steps >= LEAST_STEPS
             self._begins_warm = is_free and self.objective != "ood" and learns and (is_few or not self._validates)
         if is_first and self._begins_warm:
             self.temperature, self._left_out = 1.0, []

@@ -340,6 +340,16 @@ def test_few_noisy_labels_are_not_fitted(fraction: float, monkeypatch: pytest.Mo
     assert -np.log(chances).mean() < 0.95
 
 
+@pytest.mark.parametrize(("validates", "begins"), [(False, 0.03), (True, 1.0)])
+def test_a_time_is_long_for_few_data_alone(validates: bool, begins: float) -> None:
+    """How many steps a time has is known only later, and few data with validation data were tried beside."""
+    auto, data = AutoSampling(budget="1s", num_draws=5), TensorDataset(*many("classes", 0.0, 300 if validates else 500))
+    made = module()
+    trainer = quiet_trainer(callbacks=[auto, SampleCollector(in_memory=True)])
+    trainer.fit(made, DataLoader(data, 32, shuffle=True), DataLoader(data, 100) if validates else None)
+    assert auto.temperature == begins
+
+
 def test_a_short_run_begins_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     posterior, auto = chosen_by("classes", 1.0)
