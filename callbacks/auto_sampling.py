@@ -209,7 +209,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 "has none: pass objective='nll' or 'ood'"
             )
         self._lr_share = LR_SHARE_OF_CLASSES if has_classes and self.objective != "ood" else LR_SHARE
-        self._num_data = num_data_of(trainer, module)
+        self._num_data = num_data_of(trainer, module.given_num_data, type(module).__name__, module.replaces("setup"))
         self._is_regression = getattr(module.likelihood, "per_sample_term", None) == "mean"
         given, (temperature, std) = self._given, self._start(module)
         self.temperature = temperature if given[0] is None else given[0]

@@ -142,12 +142,12 @@ class RowsAt(torch_data.Dataset[Any]):
         return chosen if isinstance(self._indices, range) else [self._indices[place] for place in chosen]
 
 
-def num_data_of(trainer: pl.Trainer, module: Any) -> int | None:
-    """Return N; None where data are the module's own, which its `setup` makes only later."""
-    source = trainer.fit_loop._data_source
-    if isinstance(source.instance, pl.LightningModule) and module.replaces("setup"):
-        return module.given_num_data
-    return resolve_num_data(module.given_num_data, trainer, type(module).__name__)[0]
+def num_data_of(trainer: pl.Trainer, given: int | None, module: str, sets_up: bool) -> int | None:
+    """Return N, the given one if there is one; None where data are those of a module that makes them in its `setup`,
+    which comes later."""
+    if sets_up and isinstance(trainer.fit_loop._data_source.instance, pl.LightningModule):
+        return given
+    return resolve_num_data(given, trainer, module)[0]
 
 
 def resolve_num_data(
