@@ -25,7 +25,7 @@ from lightning_sgmcmc.checks import check_choice, check_count, check_pairs, chec
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights, window_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.passes import score_samples, some_training_data
-from lightning_sgmcmc.evaluation.scoring import DrawingScores, Scores
+from lightning_sgmcmc.evaluation.scoring import DrawingScores
 from lightning_sgmcmc.files import warning_of_failed_writes, write_output
 from lightning_sgmcmc.fit.results import CHOICES, shown_path
 from lightning_sgmcmc.health.findings import HEATING, FindingKind
@@ -193,8 +193,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.new_temperatures: list[tuple[int, float]] = []
         """The temperatures after the first, and the steps from which they hold."""
         self._validates: bool | None = None  # whether the run has validation data, once that is known
-        self._left_out: list[tuple[Tensor, Tensor | None]] | None = None
-        """While they decide the temperature: the newest draws' log p(y_i) of training data, and their y."""
+        self._left_out: list[Tensor] | None = None
+        """While they decide the temperature: the newest draws' log p(y_i) of training data."""
+        self._training: tuple[Any, Tensor | None] = (None, None)  # those data during a drawing, and their y
         self._share: float | None = None  # unexplained at the last decision
         self._begins_warm: bool | None = None
         self._hot: list[PosteriorSample] = []  # the draws of the part at temperature 1, in host memory
@@ -374,6 +375,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: ChainModel, drawing: Drawing) -> None:
         self._scores.begin(drawing.samples)
         self._training_scores.begin(drawing.samples)
+        if self._left_out is not None:
+            self._training = some_training_data(trainer, MOST_LEFT_OUT), None
         step = drawing.samples[0].step
         past = [temperature for first, temperature in self.temperatures or () if 0 < first <= step]
         self.new_temperatures += [(step, temperature) for temperature in past[len(self.new_temperatures) :]]
@@ -383,8 +386,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.chosen.setdefault(chain, [(0, self._start_std)])
         if loaders := validation_loaders(trainer):
             self._evaluate(trainer, module, sample, loaders[0])
-        if self._left_out is not None and (loader := some_training_data(trainer, MOST_LEFT_OUT)) is not None:
-            self._left_out.append(self._score(self._training_scores, sample, loader, math.inf)[1:])
+        if self._left_out is not None and (data := self._training[0]) is not None:
+            score = functools.partial(score_samples, trainer, module, data, math.inf, False)
+            _, log_density, target = self._training_scores.of(sample, score).on_loaders[0]
+            self._left_out.append(log_density)
+            self._training = data, target
             self._scored = sample.step, None if self._scored is None else self._scored[1]
         if not isinstance(module.prior, HierarchicalPrior):
             return
@@ -395,18 +401,13 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         elif self.objective == "both" and sample.step - module.chains.progress.warm_steps == self.laid_out.switch:
             self._choose(module, chain, sample.step, wide_enough(HOT_STD, self._num_data, *HOT_LIMITS))
 
-    def _score(self, scores: DrawingScores, sample: PosteriorSample, data: Any, limit: float) -> Scores:
-        """Return a draw's scores on some batches; the targets are checked with the first draw."""
-        own = self.run.trainer, self.run.module, data, limit, not self._densities
-        return scores.of(sample, functools.partial(score_samples, *own)).on_loaders[0]
-
     def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
         """Keep a draw's densities of the validation data, and add it to its chain's average."""
-        averages = instances_of(trainer, BayesianModelAverage)
-        if averages:
-            terms, log_density, target = averages[0].scores_of(trainer, module, sample).on_loaders[0]
-        else:
-            terms, log_density, target = self._score(self._scores, sample, loader, trainer.num_val_batches[0])
+        averages, limit = instances_of(trainer, BayesianModelAverage), trainer.num_val_batches[0]
+        # The targets are checked with the first draw.
+        score = functools.partial(score_samples, trainer, module, loader, limit, not self._densities)
+        scores = averages[0].scores_of(trainer, module, sample) if averages else self._scores.of(sample, score)
+        terms, log_density, target = scores.on_loaders[0]
         self._densities[sample.step, sample.chain] = log_density.float().cpu()
         self._blocks[sample.chain].add(terms, log_density, 0.0)
         self._scored = sample.step, target
@@ -440,16 +441,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     def _decide(self, module: ChainModel, step: int) -> None:
         """Let the samples become cold if those at temperature 1 predict the training data well, each datum left out."""
-        drawn, before, ends = self._left_out or [], self._share, FOLLOWED if self._is_regression else PREDICTED
-        target = drawn[0][1] if drawn else None
-        each = [density for density, _ in drawn]
-        share = 1.0 if target is None else unexplained(module.likelihood, torch.stack(each), target)
-        is_late, is_learning = (
-            self._num_scored >= LAST_DECISION * self.num_draws,
-            share < LEARNING * (before or math.inf),
-        )
-        self._left_out, self._share = [], share
-        if share > ends[0] and is_learning and not is_late:
+        (_, target), ends = self._training, FOLLOWED if self._is_regression else PREDICTED
+        assert self._left_out is not None
+        share = 1.0 if target is None else unexplained(module.likelihood, torch.stack(self._left_out), target)
+        is_learning = share < LEARNING * (self._share or math.inf)
+        self._left_out, self._share, self._training = [], share, (None, None)
+        if share > ends[0] and is_learning and self._num_scored < LAST_DECISION * self.num_draws:
             return
         self._left_out, self._blocks = None, defaultdict(WeightedAverage)
         warmth, (cold, std) = float(np.interp(share, ends, (0.0, 1.0))), self._start(module)
