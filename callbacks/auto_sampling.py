@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -83,7 +84,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification a chain divides its σ by the calibration
       temperature of its newest samples' average: above 1 they are overconfident, and the prior becomes tighter; below
-      1 it becomes looser.
+      1 it becomes looser. Where σ has grown, in the chains' geometric mean, τ falls so that τ·σ² stays: the spread of
+      weights that the data leave free would make predictions less sure again.
     - The **temperature** of numbers, counts and durations rises where noisy ones are predicted too surely. Of the
       newest samples' average let f be the overconfidence (the spread of the targets' normal scores), and s the share of
       the targets' variance in its errors, by their median. Then τ is multiplied by max(f, 1)^g, up to 1, and at 1 the
@@ -99,10 +101,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     draws then lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
-    centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
-    `summary.txt`: this callback with its choices as `prior_scales` and `temperatures`, and the length that a budget
-    gave as `lengths`, which repeats them. At the default objective the draws are of a cold ensemble, and not of the
-    posterior.
+    centre 0 stays as it is. With samples on the disk it writes `auto.yaml` beside `summary.txt`, this callback with
+    its choices as arguments, which repeats them. The draws of the default objective are of a cold ensemble.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1, or 45/N if that is more (below 450
@@ -176,8 +176,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         given = temperatures or (), (prior_scales or [()])[0]
         taus, stds = ([value for step, value in pairs if step == 0] for pairs in given)
         self._given = (temperature or (*taus, None)[0], prior_std or (*stds, None)[0])
-        self._start_std, self._is_regression = 0.0, False
-        self._lr_share = LR_SHARE
+        self._start_std, self._is_regression, self._lr_share = 0.0, False, LR_SHARE
         self._num_data: int | None = None
         self._budget = RunBudget(budget, lengths)
         self.reset()
@@ -193,11 +192,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self.new_temperatures: list[tuple[int, float]] = []
         """The temperatures after the first, and the steps from which they hold."""
         self._validates: bool | None = None  # whether the run has validation data, once that is known
-        self._left_out: list[Tensor] | None = None
-        """While they decide the temperature: the newest draws' log p(y_i) of training data."""
+        self._left_out: list[Tensor] | None = None  # the newest draws' log p(y_i) of training data, while they decide
         self._training: tuple[Any, Tensor | None] = (None, None)  # those data during a drawing, and their y
         self._share: float | None = None  # unexplained at the last decision
         self._begins_warm: bool | None = None
+        self._cold: tuple[float, float] | None = None  # τ and σ of that decision
         self._hot: list[PosteriorSample] = []  # the draws of the part at temperature 1, in host memory
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
@@ -242,8 +241,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         noise = "likelihood.*"
         if not any(name.startswith(noise[:-1]) for name in named_trainable(module)):
             return HierarchicalPrior("all", std=self._start_std, every_n_steps=NEVER)
-        # A learned noise scale, log std, is no weight.
-        return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
+        scales = {noise: 3.0, "*": self._start_std}  # log std is no weight
+        return HierarchicalPrior((noise, "*"), std=scales, every_n_steps=NEVER)
 
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
         hot = HOT_SHARE if self.objective == "both" and not length.is_trial else 0.0
@@ -360,13 +359,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             self.plan(trainer, self.run.module)
         super().on_train_batch_end(trainer, pl_module, *args)
         if self.has_stepped(pl_module) and self._step in self.laid_out.last_draw_steps:
-            self._draw_hot()
-
-    def _draw_hot(self) -> None:
-        """Keep the chains' states for the mutual information; other callbacks do not see them."""
-        check = functools.partial(check_sample, model=None)
-        for drawing in draw_samples(self.run.chains, self.run.sampler, check):
-            self._hot += map(on_cpu, drawing.samples)
+            check = functools.partial(check_sample, model=None)
+            for drawing in draw_samples(self.run.chains, self.run.sampler, check):  # other callbacks do not see them
+                self._hot += map(on_cpu, drawing.samples)
 
     def acts_in(self, step: int) -> bool:
         own = step - self.run.chains.progress.warm_steps
@@ -378,8 +373,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         if self._left_out is not None:
             self._training = some_training_data(trainer, MOST_LEFT_OUT), None
         step = drawing.samples[0].step
-        past = [temperature for first, temperature in self.temperatures or () if 0 < first <= step]
-        self.new_temperatures += [(step, temperature) for temperature in past[len(self.new_temperatures) :]]
+        past = [tau for first, tau in self.temperatures or () if 0 < first <= step]
+        self.new_temperatures += [(step, tau) for tau in past[len(self.new_temperatures) :]]
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: ChainModel, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
@@ -404,8 +399,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def _evaluate(self, trainer: pl.Trainer, module: ChainModel, sample: PosteriorSample, loader: Any) -> None:
         """Keep a draw's densities of the validation data, and add it to its chain's average."""
         averages, limit = instances_of(trainer, BayesianModelAverage), trainer.num_val_batches[0]
-        # The targets are checked with the first draw.
-        score = functools.partial(score_samples, trainer, module, loader, limit, not self._densities)
+        is_first = not self._densities  # the targets are checked with it
+        score = functools.partial(score_samples, trainer, module, loader, limit, is_first)
         scores = averages[0].scores_of(trainer, module, sample) if averages else self._scores.of(sample, score)
         terms, log_density, target = scores.on_loaders[0]
         self._densities[sample.step, sample.chain] = log_density.float().cpu()
@@ -451,18 +446,25 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._left_out, self._blocks = None, defaultdict(WeightedAverage)
         warmth, (cold, std) = float(np.interp(share, ends, (0.0, 1.0))), self._start(module)
         if warmth < 1:
-            self.new_temperatures.append((step, float(f"{cold ** (1 - warmth):.4g}")))
+            std = self._given[1] or std ** (1 - warmth) * self._start_std**warmth
+            self._cold = float(f"{cold ** (1 - warmth):.4g}"), std
+            self.new_temperatures.append((step, self._cold[0]))
             if isinstance(module.prior, HierarchicalPrior) and self._given[1] is None:
                 for chain in self.chosen:
-                    self._choose(module, chain, step, std ** (1 - warmth) * self._start_std**warmth)
+                    self._choose(module, chain, step, std)
 
     def _adapt(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
-        """Set the prior's scale of each chain by its newest draws."""
+        """Set the prior's scale of each chain by its newest draws, and a temperature that suits them."""
         for chain, block in blocks.items():
             factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
             if factor is not None:
                 std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
                 self._choose(module, chain, step, min(max(std, SMALLEST_STD), LARGEST_STD))
+        tau, first = self._cold or (self.temperature or 1.0, self._start_std)
+        if tau < 1 and self._given[0] is None and self.temperatures is None:
+            growth = max(geometric_mean(std for *_, (_, std) in self.chosen.values()) / first, 1.0)
+            if (kept := float(f"{tau / growth**2:.4g}")) != self._newest_temperature:
+                self.new_temperatures.append((step, kept))
 
     def _warm(self, module: ChainModel, step: int, factor: float, noise: float) -> None:
         """Raise the temperature of all chains by their overconfidence; at 1 make their priors tighter instead."""
@@ -528,8 +530,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""
         places = [(record.step, record.chain) for record in posterior.records]
         if places and not self._validates and any(tau < 1 == self.temperature for _, tau in self.new_temperatures):
-            kept = [step > self.new_temperatures[0][0] for step, _ in places]  # of the last temperature
-            return [0.0 if is_kept else -50.0 for is_kept in kept]
+            return [0.0 if step > self.new_temperatures[0][0] else -50.0 for step, _ in places]  # of the last
         if not places or not all(place in self._densities for place in places):
             return None
         each = torch.stack([self._densities[place] for place in places])
@@ -581,7 +582,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 self._blocks[chain].load_state_dict(block)
         super().begin(run, saved)
         if saved is not None:
-            self._left_out, self._share = saved["warm"][1:]
+            self._left_out, self._share, self._cold = (*saved["warm"][1:], None)[:3]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
@@ -592,6 +593,6 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "num_scored": self._num_scored,
             "new_temperatures": list(self.new_temperatures),
             "chosen": dict(self.chosen),
-            "warm": (self._begins_warm, self._left_out, self._share),
+            "warm": (self._begins_warm, self._left_out, self._share, self._cold),
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }

@@ -1,0 +1,78 @@
+"""AutoSampling of many clean classes with few examples: a prior that becomes looser does not make samples warmer."""
+
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Categorical, Posterior
+from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
+from tests.callbacks.test_posterior_dashboard import StopAt
+from tests.support.comparisons import assert_same
+from tests.support.trainers import quiet_trainer
+
+CLASSES, WIDTH, TRAIN, VALIDATION, COUNT = 50, 32, 500, 60, 2_000
+GENERATOR = torch.Generator().manual_seed(0)
+LABELS = torch.randint(0, CLASSES, (COUNT,), generator=GENERATOR)
+CENTERS = torch.randn(CLASSES, WIDTH, generator=GENERATOR)
+X = CENTERS[LABELS] + 0.8 * torch.randn(COUNT, WIDTH, generator=GENERATOR)
+ENDS = [slice(0, TRAIN), slice(TRAIN, TRAIN + VALIDATION), slice(TRAIN + VALIDATION, COUNT)]
+
+
+def fit(auto: AutoSampling, epochs: int = 150, chains: int = 1, **options: Any) -> BayesianModule:
+    """Return the module after a fit with an odd last batch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, 50), nn.ReLU(), nn.Linear(50, CLASSES))
+    module = BayesianModule(net, Categorical(), num_chains=chains, seed=0)
+    train, val, _ = (DataLoader(TensorDataset(X[part], LABELS[part]), 48, i == 0) for i, part in enumerate(ENDS))
+    callbacks = [auto, *options.pop("callbacks", [SampleCollector(in_memory=True)])]
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=callbacks, check_val_every_n_epoch=epochs)
+    trainer.fit(module, train, val, **options)
+    return module
+
+
+def nll(module: BayesianModule) -> float:
+    assert module.posterior is not None
+    return module.posterior.evaluate([(X[ENDS[2]], LABELS[ENDS[2]])]).bma["nll"]
+
+
+def test_predictions_are_surer_than_at_a_temperature_that_stays() -> None:
+    """Before, each step of the prior gave the weights that the data leave free a larger spread."""
+    auto, fixed = AutoSampling(num_draws=40), AutoSampling(num_draws=40, temperature=0.03)
+    assert nll(fit(auto)) < 0.9 * nll(fit(fixed))
+    assert not fixed.new_temperatures
+    assert max(std for _, std in fixed.chosen[0]) > 0.6
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+def test_the_spread_that_the_prior_alone_gives_stays(chains: int) -> None:
+    auto = AutoSampling(num_draws=20)
+    module = fit(auto, 40, chains)
+    scales = [geometric_mean(stds) for stds in zip(*([s for _, s in c] for c in auto.chosen.values()), strict=True)]
+    steps = [step for step, _ in auto.chosen[0]]
+    expected = {step: 0.03 / max(std / scales[0], 1) ** 2 for step, std in zip(steps, scales, strict=True)}
+    assert module.posterior is not None
+    for record in module.posterior.records:
+        first = max(step for step in steps if step < record.step or step == 0)
+        assert record.temperature == pytest.approx(expected[first], rel=1e-3)
+    assert expected[steps[-1]] < 0.02
+
+
+def test_a_resume_and_the_written_choices_repeat_the_run(tmp_path: Path) -> None:
+    whole = AutoSampling(num_draws=20)
+    posterior: Any = fit(whole, 40, 2, callbacks=[SampleCollector(tmp_path / "whole")]).posterior
+    for last, path in ((25, None), (40, tmp_path / "last.ckpt")):
+        stop = [StopAt(last)] if last < 40 else []
+        resumed = AutoSampling(num_draws=20)
+        module = fit(resumed, 40, 2, callbacks=[SampleCollector(tmp_path / "resumed"), *stop], ckpt_path=path)
+        module.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert resumed.new_temperatures == whole.new_temperatures != []
+    assert_same(list(Posterior.load(tmp_path / "resumed")), list(posterior))
+    written = yaml.safe_load(yaml.safe_dump(whole.as_configuration()))["init_args"]
+    again: Any = fit(AutoSampling(**written), 40, 2).posterior
+    assert_same(list(again), list(posterior))
