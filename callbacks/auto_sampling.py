@@ -45,8 +45,8 @@ from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 
 FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
 """Shares of the draws: before the first change of a prior's scale, between later ones, and after which it stays."""
-SMALLEST_STD, LARGEST_STD, SHRINKAGE = 0.1, 1.5, 0.15
-"""Of σ; standard deviation of the prior of log overconfidence: a few hundred data determine it to about this."""
+SMALLEST_STD, LARGEST_STD, SHRINKAGE, FREE_GROWTH = 0.1, 1.5, 0.15, 3.0
+"""Of σ; standard deviation of the prior of log overconfidence; growth of σ from which on the temperature falls."""
 NOISE, POWERS, SHRINKAGE_OF_NUMBERS = (0.05, 0.1), (0.0, 3.0), 0.3
 """Of numbers: shares of the targets' variance that errors have, with the powers of the overconfidence by which the
 temperature rises there; the standard deviation of the prior of its logarithm."""
@@ -61,6 +61,7 @@ network that learns leaves unexplained than a block before; training data that t
 FOLLOWED, PREDICTED, FIRST_GAIN = (0.03, 0.08), (0.45, 0.65), 3.0
 """Unexplained shares of numbers, and of classes, up to which the samples become cold and from which they stay at
 temperature 1; σ of classes until then, over that of fresh weights."""
+CLEAR, CLEAR_STD = 0.15, 1.0  # unexplained share up to which cold samples of classes have this σ
 HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 LR_SHARE_OF_CLASSES = 0.3
@@ -84,21 +85,20 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification a chain divides its σ by the calibration
       temperature of its newest samples' average: above 1 they are overconfident, and the prior becomes tighter; below
-      1 it becomes looser. Where σ has grown, in the chains' geometric mean, τ falls so that τ·σ² stays: the spread of
-      weights that the data leave free would make predictions less sure again.
+      1 it becomes looser. From 3 times the first σ on, in the chains' geometric mean, τ falls so that τ·σ² stays: the
+      spread of weights that the data leave free would make predictions less sure again.
     - The **temperature** of numbers, counts and durations rises where noisy ones are predicted too surely. Of the
       newest samples' average let f be the overconfidence (the spread of the targets' normal scores), and s the share of
       the targets' variance in its errors, by their median. Then τ is multiplied by max(f, 1)^g, up to 1, and at 1 the
       chains' σ are divided by max(f, 1), down to 0.2. Here g = 3 from s = 0.1 on, 0 up to 0.05, and linear between.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best. It starts from windows
-      of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data. Draws before the
-      network was trained or σ has settled, or after overfitting has begun, lose their weight.
+      of the last 1, 2, 4, … draws and all, averaged by their likelihood; this start counts as 20 data.
 
     Without validation data, which a warning says, and below 450 data of classes, τ is 1 at first in runs of 2,000 steps
     (of numbers in all). After 15 % of the draws each training datum, of some 4,000 at most, is predicted by them
     without itself. If the NLL is below 0.45 of a guess's, or the errors of numbers below 3 % of the variance, τ and σ
-    become the cold ones; from 0.65 or 8 % on they stay; between they are interpolated. Without validation data earlier
-    draws then lose their weight.
+    become the cold ones; from 0.65 or 8 % on they stay; between they are interpolated. From 0.45 down to 0.15, σ grows
+    to 1. Without validation data earlier draws then lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
     centre 0 stays as it is. With samples on the disk it writes `auto.yaml` beside `summary.txt`, this callback with
@@ -445,6 +445,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             return
         self._left_out, self._blocks = None, defaultdict(WeightedAverage)
         warmth, (cold, std) = float(np.interp(share, ends, (0.0, 1.0))), self._start(module)
+        if isinstance(module.likelihood, ClassLikelihood):
+            std *= max(CLEAR_STD / std, 1.0) ** float(np.interp(share, (CLEAR, ends[0]), (1.0, 0.0)))
         if warmth < 1:
             std = self._given[1] or std ** (1 - warmth) * self._start_std**warmth
             self._cold = float(f"{cold ** (1 - warmth):.4g}"), std
@@ -462,7 +464,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 self._choose(module, chain, step, min(max(std, SMALLEST_STD), LARGEST_STD))
         tau, first = self._cold or (self.temperature or 1.0, self._start_std)
         if tau < 1 and self._given[0] is None and self.temperatures is None:
-            growth = max(geometric_mean(std for *_, (_, std) in self.chosen.values()) / first, 1.0)
+            growth = max(geometric_mean(std for *_, (_, std) in self.chosen.values()) / first / FREE_GROWTH, 1.0)
             if (kept := float(f"{tau / growth**2:.4g}")) != self._newest_temperature:
                 self.new_temperatures.append((step, kept))
 

@@ -5,7 +5,9 @@
 Digits 64-50-10, 1,000 steps in batches of 32, of which the ensemble's four networks have a quarter each. `AutoSampling`
 takes a fifth of the data, at least four, for validation, or none; the ensemble trains on all. `--root` has 4,000 steps
 on sets of recipe `equal_cost`, with a hidden layer of 50 too, and on labels with noise: digits of which a part has a
-random label, and laws of 20 columns with P(y = 1) = 1/(1 + exp(-s·z)), z ~ N(0, 1) a linear form of them.
+random label, and laws of 20 columns with P(y = 1) = 1/(1 + exp(-s·z)), z ~ N(0, 1) a linear form of them. `--clear`
+has digits and many classes, with 4,000 steps: clusters in 32 dimensions with centres from N(0, 1), and data around
+them with a standard deviation s. The ensemble's step size is 10 times as large there, which suits it better.
 """
 
 import argparse
@@ -37,13 +39,20 @@ NOISY: dict[str, Sequence[int]] = {
     "logistic law, s = 3": (50, 100, 400, 2000),
     "logistic law, s = 0": (100, 1000),
 }
+CLEAR: dict[str, Sequence[int]] = {
+    "digits": (100, 400, 1200),
+    "20 classes, s = 0.8": (600,),
+    "20 classes, s = 1.2": (600,),
+    "100 classes, s = 0.8": (1000, 2500),
+    "100 classes, s = 1.2": (1000,),
+}
 COUNTS: dict[str, Sequence[int]] = {
     "mnist": (100, 400, 2000),
     "german": (50, 200, 600),
     "pima": (50, 200, 460),
     "covertype": (100, 400, 2000),
 }
-OF_DIGITS, STEPS, STEPS_OF_SETS, BATCH = (20, 50, 100, 200, 400), 1_000, 4_000, 32
+OF_DIGITS, STEPS, STEPS_OF_SETS, BATCH, LR_OF_CLEAR = (20, 50, 100, 200, 400), 1_000, 4_000, 32, 1.0
 AUTO: dict[str, dict[str, Any]] = {
     "AutoSampling": {},
     "no validation data": {},
@@ -51,11 +60,13 @@ AUTO: dict[str, dict[str, Any]] = {
     "prior std 1": {"prior_std": 1.0},
     "AutoSampling, ood": {"objective": "ood"},
     "ood, prior std 0.2": {"objective": "ood", "prior_std": 0.2},
+    "temperature 0.03": {"temperature": 0.03},
     "cold, no validation data": {"temperature": 0.03},
 }
 ENSEMBLE, GUESSING = "ensemble of 4", "guessing"
 ON_ALL = (ENSEMBLE, "no validation data", "cold, no validation data")
 OF_SETS = ("AutoSampling", *reversed(ON_ALL), GUESSING)
+OF_CLEAR = ("AutoSampling", "temperature 0.03", "no validation data", ENSEMBLE, GUESSING)
 
 
 def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +76,12 @@ def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Te
         x, direction = torch.randn(6000, 20, generator=drawn), torch.randn(20, generator=drawn)
         odds = float(name.split()[-1]) * (x @ direction) / direction.norm()
         return x, (torch.rand(6000, generator=drawn) < odds.sigmoid()).long()
+    if name is not None and "classes" in name:
+        drawn = torch.Generator().manual_seed(0)
+        y = torch.randint(0, int(name.split()[0]), (6000,), generator=drawn)
+        centres = torch.randn(int(name.split()[0]), 32, generator=drawn)
+        x = centres[y] + float(name.split()[-1]) * torch.randn(6000, 32, generator=drawn)
+        return (x - x.mean(0)) / x.std(0), y
     if name is None or name.startswith("digits"):
         data: Any = DigitsDataModule()
     else:
@@ -72,14 +89,16 @@ def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Te
         data = Problem(name, settings.sets[name], root, seed=0)
     data.setup("fit")
     x, y = (torch.cat([getattr(part, kind) for part in data.splits]) for kind in ("inputs", "targets"))
-    if name is not None and name.startswith("digits"):
+    if name == "digits, 30 % random":
         drawn = torch.Generator().manual_seed(0)
         y = torch.where(torch.rand(len(y), generator=drawn) < 0.3, torch.randint(0, 10, y.shape, generator=drawn), y)
     return x.float().flatten(1), y
 
 
-def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Return the error in percent and the NLL on test data."""
+def run(
+    method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor, steps: int, lr: float = 0.1
+) -> tuple[float, float]:
+    """Return the error in percent and the NLL on test data; `lr` is the ensemble's."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held_out = max(count // 5, 4)
     split = count if method in ON_ALL else count - held_out
@@ -90,7 +109,7 @@ def run(method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor, st
     torch.manual_seed(derive_seed(seed, "network"))
     net = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, int(y.max()) + 1))
     if method == ENSEMBLE:
-        module = BayesianModule(net, Categorical(), 1.0, lr=0.1, num_chains=4, seed=seed)
+        module = BayesianModule(net, Categorical(), 1.0, lr=lr, num_chains=4, seed=seed)
         schedule: pl.Callback = DeepEnsemble()
     else:
         module = BayesianModule(net, Categorical(), seed=seed)
@@ -109,28 +128,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--root", type=Path)
     parser.add_argument("--sets", nargs="+", choices=[*NOISY, *COUNTS])
+    parser.add_argument("--clear", action="store_true", help="digits and many classes without noise")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measure_quietly()
-    sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if options.root is None else {**NOISY, **COUNTS}
-    sets = {name: sets[name] for name in options.sets} if options.sets else sets
-    methods = [*list(AUTO)[:-1], ENSEMBLE] if options.root is None else list(OF_SETS)
-    steps = STEPS if options.root is None else STEPS_OF_SETS
-    header, rows = ["labels" if options.root is None else "data, labels", *methods], []
+    is_digits = options.root is None and not options.clear
+    sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if is_digits else {**NOISY, **COUNTS}
+    sets = {**CLEAR} if options.clear else {name: sets[name] for name in options.sets} if options.sets else sets
+    methods = [*list(AUTO)[:-2], ENSEMBLE] if is_digits else list(OF_CLEAR if options.clear else OF_SETS)
+    steps, lr = STEPS if is_digits else STEPS_OF_SETS, LR_OF_CLEAR if options.clear else 0.1
+    header, rows = ["labels" if is_digits else "data, labels", *methods], []
     for name, counts in sets.items():
         x, y = data_of(name, options.root)
         for count in counts:
             cells = []
             for method in methods:
                 errors, nll = zip(
-                    *(run(method, count, seed, x, y, steps) for seed in range(options.seeds)), strict=True
+                    *(run(method, count, seed, x, y, steps, lr) for seed in range(options.seeds)), strict=True
                 )
                 cells.append(f"{sum(errors) / len(errors):.1f} %, {sum(nll) / len(nll):.2f}")
             rows.append([f"{count}" if name is None else f"{name}, {count}", *cells])
             print(rows[-1], flush=True)
     if options.json is not None:
         command = f"python -m tests.benchmarks.few_data --seeds {options.seeds}"
-        command += "" if options.root is None else " --root DIR"
+        command += " --clear" if options.clear else "" if is_digits else " --root DIR"
         content = {"command": command, "date": date.today().isoformat(), "header": header, "rows": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
