@@ -1,6 +1,7 @@
 """A user's own data: arrays, frames of pandas, data sets of Hugging Face."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule, TableDataModule
+from lightning_sgmcmc.estimators import BayesianRegressor
 from tests.support.trainers import quiet_trainer
 
 COUNT = 20
@@ -187,3 +189,27 @@ def test_a_csv_file_is_the_frame_that_pandas_reads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="x has another category in each row of column 'name': leave it out"):
         TableDataModule(tmp_path / "named.csv", target="well")
     TableDataModule(tmp_path / "named.csv", target="well", group="name")
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.full(COUNT, 5.0), "the targets are 5 in all training rows"),
+        (np.where(np.arange(COUNT) % 2, 1e-6, np.nan), "the targets are 1e-06 in all training rows"),
+        (pandas.DataFrame({"u": np.arange(COUNT) / 3, "v": [2.5] * COUNT}), "the targets of 'v' are 2.5 in all"),
+        (frame()["a"], None),
+    ],
+    ids=["equal", "some observed", "one of two", "various"],
+)
+def test_targets_without_a_spread_are_told(y: Any, message: str | None) -> None:
+    """They cannot be standardised: predictions then have a spread of 1 in the data's unit, whatever that is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared(frame()[["price", "b"]], y, task="regression")
+    assert [message in str(one.message) for one in caught] == ([] if message is None else [True])
+
+
+def test_an_estimator_tells_targets_without_a_spread() -> None:
+    model = BayesianRegressor(max_epochs=8, num_samples=2, num_chains=1, hidden=(4,), random_state=0)
+    with pytest.warns(UserWarning, match="the targets are 3 in all training rows"):
+        model.fit(frame(), np.full(COUNT, 3.0))
