@@ -134,11 +134,11 @@ def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, m
         observed = (each[~each.isnan()] for each in joined.flatten(1).unbind(1))
         each_threshold = [conformal_threshold(each, level) for each in observed]
         threshold = torch.stack(each_threshold).reshape(joined.shape[1:])
-    observed = int((~joined.reshape(len(joined), -1).isnan()).sum(0).min())
-    if method != "class-conditional" and observed < _needed(level):
+    counted = int((~joined.reshape(len(joined), -1).isnan()).sum(0).min())
+    if method != "class-conditional" and counted < _needed(level):
         what = "sets have all classes" if classes else "intervals are infinite"
         rank_zero_warn(
-            f"conformal has {observed} calibration data, fewer than the {_needed(level)} that level={level} needs, so "
+            f"conformal has {counted} calibration data, fewer than the {_needed(level)} that level={level} needs, so "
             f"{what}: pass more data, or a smaller level."
         )
     return Conformal(posterior, threshold, level, method, seed, len(joined))
