@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
-from lightning_sgmcmc.namespace import pl, rank_zero_info
+from lightning_sgmcmc.namespace import pl, rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.tables import Columns, InputColumns, is_frame
 from lightning_sgmcmc.tables.arrays import (
     as_frame,
@@ -192,6 +192,17 @@ class TableDataModule(ArrayDataModule):
                 f"{some(absent)}. If there are {len(present)} classes, pass pandas.factorize(y, sort=True)[0]."
             )
 
+    def _say_which_targets_are_equal(self, scaled: Tensor, mean: Tensor) -> None:
+        """Say which targets have no spread by which they could be standardised."""
+        observed = ~scaled.isnan()
+        for place in (observed.any(0) & (scaled.eq(0) | ~observed).all(0)).nonzero().flatten().tolist():
+            name = f" of {self._targets.names[place]!r}" if len(self._targets.names) == len(mean) > 1 else ""
+            rank_zero_warn(
+                f"TableDataModule: the targets{name} are {float(mean[place]):g} in all training rows ({len(scaled)}), "
+                "so their spread is unknown and taken as 1 in their unit, which predictions then have. Add rows with "
+                "other targets, or divide y by the spread that you expect."
+            )
+
     def _parts(self) -> list[Tensor]:
         if self._rows is not None:
             return self._rows
@@ -216,6 +227,7 @@ class TableDataModule(ArrayDataModule):
             return [((target - scaling.shift) / scaling.factor).float() for target in targets]
         if self.task == "regression" and self.standardise and self._like is None:
             scaled, mean, std = standardise(*targets)
+            self._say_which_targets_are_equal(scaled[0], mean)
             self.target_mean, self.target_std = (mean, std) if len(mean) > 1 else (float(mean), float(std))
             return scaled
         return [target.float() for target in targets]

@@ -39,8 +39,9 @@ def batch_bald(
 
         i_m = argmax_i I(y_(i_1), …, y_(i_(m-1)), y_i; θ),   I = H[Σ_s w_s·Π p_s] - Σ_s w_s·Σ H[p_s]
 
-    Up to `most_configurations` joint labels of the chosen data are enumerated; beyond, the joint entropy is estimated
-    with so many draws of them from the average over samples.
+    Up to `most_configurations` joint labels of the chosen data are enumerated; beyond, as many are drawn from the
+    average over samples. What an example adds is the mean over the joint labels of its information given them, which is
+    never negative, and small where they leave little unknown.
 
     Args:
         probabilities: of each sample, shape (S, n, K).
@@ -51,62 +52,67 @@ def batch_bald(
 
     Source: Kirsch et al. 2019 (BatchBALD), sections 3.2 and 3.3.
     """
-    p, w = widest(probabilities), sent(widest(weights), probabilities.device)
-    conditional = torch.einsum("s,sn->n", w, torch.special.entr(p).sum(-1))
+    p = widest(probabilities)
+    known = _JointLabels(sent(widest(weights), p.device), most_configurations, generator)
+    entropies = torch.special.entr(p).sum(-1)
     chosen: list[int] = []
     scores: list[float] = []
-    table = torch.ones(1, len(p), dtype=p.dtype, device=p.device)  # p_s of the chosen data's joint labels, (C, S)
-    offset: Tensor | None = None
-    joint = 0.0
-    gain = torch.full_like(conditional, math.inf)  # of each datum, when it was last computed
+    gain = torch.full_like(entropies[0], math.inf)  # of each datum, when it was last computed
     for _ in range(count):
         best, largest = -1, -math.inf
         for few in gain.argsort(descending=True, stable=True).split(TOGETHER):
             if float(gain[few[0]]) <= largest:
                 break  # what an example adds never grows with the others, so none of the rest is better
-            gain[few] = _joint_entropies(table, offset, p[:, few], w) - joint - conditional[few]
+            gain[few] = known.information(p[:, few], entropies[:, few])
             gain[chosen] = -math.inf
             place = int(gain[few].argmax())
             if float(gain[few[place]]) > largest:
                 best, largest = int(few[place]), float(gain[few[place]])
         chosen.append(best)
         scores.append(max(largest, 0.0))
-        joint += largest + float(conditional[best])
         gain[best] = -math.inf
-        if offset is None and len(table) * p.shape[2] <= most_configurations:
-            table = torch.einsum("cs,sk->cks", table, p[:, best]).flatten(0, 1)
-        else:
-            table, offset = _draws(p[:, chosen], w, most_configurations, generator)
-            joint = -float(((table @ w).log() + offset).mean())
+        known.extend(p[:, best])
     return Acquisition(torch.tensor(chosen), exact(scores))
 
 
-def _joint_entropies(table: Tensor, offset: Tensor | None, p: Tensor, w: Tensor) -> Tensor:
-    """Return the entropy of the chosen data's labels with those of each datum, shape (n,), from a table of all joint
-    labels of the chosen, or of draws of them, each row divided by exp(offset)."""
-    own = table @ w
-    found = []
-    for part in p.split(max(1, CHUNK // (len(table) * p.shape[2])), 1):
-        mixed = torch.einsum("cs,snk->cnk", table * w, part)
-        if offset is None:
-            found.append(torch.special.entr(mixed).sum((0, 2)))
-        else:  # the mean over draws of -Σ_k p(k | the draw)·log p(k, the draw)
-            share = mixed / own[:, None, None]
-            each = torch.special.entr(share) - share * (own.log() + offset)[:, None, None]
-            found.append(each.sum(-1).mean(0))
-    return torch.cat(found)
+class _JointLabels:
+    """All joint labels of the chosen data, or draws of them: the chance of each, shape (C,), and the samples' weights
+    given each, shape (C, S)."""
 
+    def __init__(self, weights: Tensor, most: int, generator: torch.Generator) -> None:
+        self._weights, self._chances = weights[None], weights.new_ones(1)
+        self._most, self._generator = most, generator
+        self._are_drawn = False
 
-def _draws(p: Tensor, w: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the probabilities by each sample of joint labels that are drawn from the average, shape (count, S), each
-    row divided by its largest, and the logarithms of these, shape (count,)."""
-    sample = torch.multinomial(w.cpu(), count, replacement=True, generator=generator).to(p.device)
-    logs = torch.zeros(count, len(p), dtype=p.dtype, device=p.device)
-    for of_datum in p.unbind(1):
-        labels = torch.multinomial(of_datum[sample].cpu(), 1, generator=generator)[:, 0].to(p.device)
-        logs += of_datum[:, labels].T.log()
-    offset = logs.max(1).values
-    return (logs - offset[:, None]).exp(), offset
+    def information(self, p: Tensor, entropies: Tensor) -> Tensor:
+        """Return what each datum's label adds, shape (n,), from the samples' probabilities (S, n, K) of it and their
+        entropies (S, n)."""
+        found = []
+        for part in p.split(max(1, CHUNK // (len(self._chances) * p.shape[2])), 1):
+            mixed = torch.einsum("cs,snk->cnk", self._weights, part)
+            found.append(self._chances @ torch.special.entr(mixed).sum(-1))
+        return torch.cat(found) - self._chances @ self._weights @ entropies
+
+    def extend(self, p: Tensor) -> None:
+        """Add the label of an example, of which the samples have the probabilities (S, K)."""
+        chances = self._weights @ p
+        if not self._are_drawn and chances.numel() <= self._most:
+            own = self._chances[:, None] * chances
+            row, label = (own > 0).nonzero(as_tuple=True)
+            self._chances = own[row, label]
+        else:
+            row = torch.arange(len(chances), device=p.device)
+            if not self._are_drawn:
+                row = self._drawn(self._chances, self._most)
+                self._chances = p.new_full((self._most,), 1 / self._most)
+            self._are_drawn = True
+            label = self._drawn(chances[row], 1)[:, 0]
+        weights = self._weights[row] * p[:, label].T
+        self._weights = weights / weights.sum(1, keepdim=True)
+
+    def _drawn(self, chances: Tensor, count: int) -> Tensor:
+        places = torch.multinomial(chances.cpu(), count, replacement=True, generator=self._generator)
+        return places.to(chances.device)
 
 
 def batch_of_numbers(mean: Tensor, variance: Tensor, weights: Tensor, count: int) -> Acquisition:

@@ -22,7 +22,7 @@ from lightning_sgmcmc.diagnostics.joint import JointScore
 from lightning_sgmcmc.diagnostics.scores import detection_metrics
 from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.namespace import rank_zero_info
+from lightning_sgmcmc.namespace import rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.posterior import densities, guarantees
 from lightning_sgmcmc.posterior.calibration import check_predictions
 from lightning_sgmcmc.posterior.predictive import network_inputs, states_in_place
@@ -35,6 +35,8 @@ from lightning_sgmcmc.tensors import exact, widest, widest_dtype
 
 Step = Callable[[Tensor, Tensor], Tensor]
 AcquisitionMethod = Literal["bald", "batchbald"]
+LEAST = 1e-6
+"""Nats below which a label adds nothing."""
 COLUMNS = ("score", "auroc", "aupr_out", "aupr_in", "fpr95")
 
 
@@ -263,9 +265,9 @@ class Decisions(StoredSamples):
         kept: Any = prediction._kept
         if isinstance(prediction, ClassPrediction) and isinstance(kept, Members) and kept.probabilities.dim() == 3:
             if method == "bald":
-                return _top(prediction.mutual_information, k)
+                return _told(_top(prediction.mutual_information, k), kept.weights)
             generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
-            return batch_bald(kept.probabilities, kept.weights, k, generator)
+            return _told(batch_bald(kept.probabilities, kept.weights, k, generator), kept.weights)
         if not isinstance(kept, Mixture) or prediction.mean.dim() != 2:
             raise TypeError(
                 f"acquire compares inputs by their class or their numbers (n, D), and these predictions are a "
@@ -278,8 +280,8 @@ class Decisions(StoredSamples):
                 "prediction.epistemic"
             )
         if method == "batchbald":
-            return batch_of_numbers(law.mean, law.variance, kept.weights, k)
-        return _top(information_of_numbers(law.mean, law.variance, kept.weights), k)
+            return _told(batch_of_numbers(law.mean, law.variance, kept.weights, k), kept.weights)
+        return _told(_top(information_of_numbers(law.mean, law.variance, kept.weights), k), kept.weights)
 
     def rollout(
         self,
@@ -371,6 +373,19 @@ def _check_next(inputs: Any, first: Tensor, is_output: bool) -> None:
 def _top(scores: torch.Tensor, count: int) -> Acquisition:
     values, indices = scores.topk(count)
     return Acquisition(indices.cpu(), widest(values).cpu())
+
+
+def _told(found: Acquisition, weights: Tensor) -> Acquisition:
+    """Return the chosen inputs, with a warning of those whose labels add nothing."""
+    known, k = int((found.scores > LEAST).sum()), len(found.scores)
+    if known < k:
+        place = f"after {known} of k={k} inputs no other label" if known else "no label"
+        rank_zero_warn(
+            f"acquire: {place} of the pool tells the samples apart ({len(weights)}, effective number "
+            f"{1 / float(weights.square().sum()):.1f}), so {'the rest' if known else 'the choice'} is arbitrary: "
+            f"{f'pass k={known}' if known else 'choose at random'}, or draw more samples, or at temperature 1."
+        )
+    return found
 
 
 def _scores(posterior: Any, model: EnergyModel, x: Any) -> dict[str, Tensor]:

@@ -134,13 +134,25 @@ def fit_conformal(posterior: Any, model: EnergyModel, data: Any, level: float, m
         observed = (each[~each.isnan()] for each in joined.flatten(1).unbind(1))
         each_threshold = [conformal_threshold(each, level) for each in observed]
         threshold = torch.stack(each_threshold).reshape(joined.shape[1:])
+    counted = int((~joined.reshape(len(joined), -1).isnan()).sum(0).min())
+    if method != "class-conditional" and counted < _needed(level):
+        what = "sets have all classes" if classes else "intervals are infinite"
+        rank_zero_warn(
+            f"conformal has {counted} calibration data, fewer than the {_needed(level)} that level={level} needs, so "
+            f"{what}: pass more data, or a smaller level."
+        )
     return Conformal(posterior, threshold, level, method, seed, len(joined))
+
+
+def _needed(level: float) -> int:
+    """Return the least number of calibration data of which the level has a finite threshold."""
+    return next(n for n in itertools.count(1) if conformal_threshold(torch.zeros(n), level).isfinite())
 
 
 def _thresholds_by_class(scores: Tensor, labels: Tensor, level: float) -> Tensor:
     """Return the threshold of each class by its own data, infinite if they are too few, from scores (n, K)."""
     own = [scores[labels == k, k] for k in range(scores.shape[1])]
-    needed = next(n for n in itertools.count(1) if conformal_threshold(torch.zeros(n), level).isfinite())
+    needed = _needed(level)
     few = [f"{k} ({len(each)})" for k, each in enumerate(own) if len(each) < needed]
     if few:
         rank_zero_warn(
@@ -200,7 +212,8 @@ class Selective:
         """Return whether to answer each input, shape (n,).
 
         Args:
-            prediction: of the same posterior, by `Posterior.predict`.
+            prediction: of the same posterior with the same calibration, by `Posterior.predict`; after another fit or
+                `calibrate` the guarantee does not hold, so call `selective` again.
         """
         return uncertainty_of(prediction, self.score, self.tolerance) < self.threshold
 

@@ -24,6 +24,10 @@ FEW_ROWS = 10
 """Rows of a table whose categories may all differ; in more they name the rows, and say nothing of others."""
 
 
+LOOKED_AT = 1000
+"""Rows of a tensor that are looked at for the unit of its columns."""
+
+
 @dataclass(frozen=True)
 class InputColumns:
     """The columns of a run's inputs, and how they become what the network receives.
@@ -163,7 +167,22 @@ class InputColumns:
             )
         if isinstance(x, np.ndarray):
             return self.inputs(x)
-        return x.float() if isinstance(x, Tensor) and not x.is_floating_point() else x
+        if not isinstance(x, Tensor):
+            return x
+        self._say_if_not_standardised(x)
+        return x if x.is_floating_point() else x.float()
+
+    def _say_if_not_standardised(self, x: Tensor) -> None:
+        """Warn of a tensor that is like the training data in their units, and far from them as it is."""
+        if not self.is_standardised or tuple(x.shape[1:]) != self.shape:
+            return
+        found = in_units(x, *self.scaling)
+        if found is not None:
+            rank_zero_warn(
+                f"x is a tensor, which counts as standardised, and it is like the training data in the data's units: "
+                f"{self.called(found[0])} has {found[1]:.3g} on average. Pass posterior.inputs(x) of inputs in the "
+                "data's units, or a data frame."
+            )
 
     def encoded(self, x: Any, name: str = "x") -> Tensor:
         """Return the columns as numbers in the network's order, not scaled, float64 (n, …); missing ones are NaN."""
@@ -207,6 +226,24 @@ class InputColumns:
             series = frame[places[column]]
             parts.append(_indicators(name, column, series, values) if values else column_numbers(name, column, series))
         return torch.as_tensor(np.column_stack(parts)).double()
+
+
+def in_units(values: Tensor, mean: Any, std: Any) -> tuple[int, float] | None:
+    """Return the column by which a tensor (n, …) is far from standardised numbers, and its mean size, where the tensor
+    is like the training data before they were standardised by a mean and std; else None."""
+    if values.layout is not torch.strided or values.device.type != "cpu" or values.is_complex() or not values.numel():
+        return None
+    rows = values[:LOOKED_AT].double()
+    rows = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
+    shift, factor = (torch.as_tensor(part).double().expand(values.shape[1:] or 1).flatten() for part in (mean, std))
+    own, other = (part.abs().nanmean(0) for part in (rows, (rows - shift) / factor))
+    is_far = float(own.max()) > 10 and float(other.max()) < 3
+    spreads = (rows - rows.nanmean(0)).square().nanmean(0).sqrt()
+    is_near = len(rows) >= 5 and bool((spreads < 0.01).all() & ((spreads / factor - 1).abs() < 0.9).all())
+    if not is_far and not (is_near and float(other.max()) < 3):
+        return None
+    place = int(own.argmax())
+    return place, float(own[place])
 
 
 def plain(name: Any) -> Any:
@@ -355,6 +392,14 @@ class TargetScaling:
             raise ValueError(
                 "the targets are a NumPy array, and the run's targets were standardised, so their unit is unknown: "
                 "pass a pandas series in the data's units, or a tensor of standardised targets"
+            )
+        is_row = isinstance(y, Tensor) and y.dim() in (1, 2) and {len(self.mean), len(self.std)} <= {1, y[:1].numel()}
+        found = in_units(y, self.mean, self.std) if is_row else None
+        if found is not None:
+            rank_zero_warn(
+                "the targets are a tensor, which counts as standardised, and they are like the training data in the "
+                f"data's units, {found[1]:.3g} on average: pass a pandas series, or (y - mean)/std by "
+                "`posterior.columns.targets.shift` and `factor`."
             )
         return y
 

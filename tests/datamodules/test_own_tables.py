@@ -1,6 +1,7 @@
 """A user's own data: arrays, frames of pandas, data sets of Hugging Face."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import BayesianModule, Categorical
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule, TableDataModule
+from lightning_sgmcmc.estimators import BayesianRegressor
 from tests.support.trainers import quiet_trainer
 
 COUNT = 20
@@ -187,3 +189,78 @@ def test_a_csv_file_is_the_frame_that_pandas_reads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="x has another category in each row of column 'name': leave it out"):
         TableDataModule(tmp_path / "named.csv", target="well")
     TableDataModule(tmp_path / "named.csv", target="well", group="name")
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.full(COUNT, 5.0), "the targets are 5 in all training rows"),
+        (np.where(np.arange(COUNT) % 2, 1e-6, np.nan), "the targets are 1e-06 in all training rows"),
+        (pandas.DataFrame({"u": np.arange(COUNT) / 3, "v": [2.5] * COUNT}), "the targets of 'v' are 2.5 in all"),
+        (frame()["a"], None),
+    ],
+    ids=["equal", "some observed", "one of two", "various"],
+)
+def test_targets_without_a_spread_are_told(y: Any, message: str | None) -> None:
+    """They cannot be standardised: predictions then have a spread of 1 in the data's unit, whatever that is."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared(frame()[["price", "b"]], y, task="regression")
+    assert [message in str(one.message) for one in caught] == ([] if message is None else [True])
+
+
+def test_an_estimator_tells_targets_without_a_spread() -> None:
+    model = BayesianRegressor(max_epochs=8, num_samples=2, num_chains=1, hidden=(4,), random_state=0)
+    with pytest.warns(UserWarning, match="the targets are 3 in all training rows"):
+        model.fit(frame(), np.full(COUNT, 3.0))
+
+
+def test_a_tensor_in_the_units_of_the_data_is_told() -> None:
+    """A tensor is what the network receives, so one in the data's units predicts something else, whatever has it."""
+    areas = frame() * [1.0, 30.0, 0.1] + [0.0, 655.0, 0.1]
+    data = TableDataModule(areas, frame()["a"] > 0, test_fraction=0, task="classes")
+    trainer = quiet_trainer(callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(in_memory=True)], max_steps=3)
+    module = BayesianModule(nn.Linear(3, 2), Categorical(), lr=0.01, seed=0)
+    trainer.fit(module, datamodule=data)
+    posterior, raw = module.posterior, torch.tensor(areas.to_numpy(), dtype=torch.float32)
+    labels = torch.zeros(COUNT, dtype=torch.long)
+    told = r"in the data's units: column 'price' has 65\d on average\. Pass posterior\.inputs\(x\)"
+    for call in (
+        lambda: posterior.predict(raw),
+        lambda: posterior.predict(torch.utils.data.DataLoader(raw, 8)),
+        lambda: posterior.acquire(raw, 2),
+        lambda: posterior.detect(posterior.inputs(areas), raw),
+        lambda: posterior.evaluate([(raw, labels)]),
+        lambda: posterior.calibrate([(raw, labels)]),
+    ):
+        with pytest.warns(UserWarning, match=told):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in (areas, posterior.inputs(areas), 50 * posterior.inputs(areas), raw.new_zeros(1, 3)):
+            posterior.predict(x)
+
+
+@pytest.mark.parametrize(("unit", "offset"), [(50.0, 1000.0), (1e-4, 0.0), (1e-4, 7.0), (1e6, 0.0)])
+def test_targets_of_a_tensor_in_the_units_of_the_data_are_told(unit: float, offset: float) -> None:
+    columns = ["price", "b"]
+    y = frame()["a"] * unit + offset
+    data = prepared(frame()[columns], y, test_fraction=0)
+    trainer = quiet_trainer(callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(in_memory=True)], max_steps=3)
+    module = BayesianModule(nn.Linear(2, 1), Gaussian(), lr=0.01, seed=0)
+    trainer.fit(module, datamodule=data)
+    posterior = module.posterior
+    x, raw = posterior.inputs(frame()[columns]), torch.tensor(y.to_numpy())[:, None]
+    for call in (
+        lambda: posterior.evaluate([(x, raw)]),
+        lambda: posterior.calibrate([(x, raw)]),
+        lambda: posterior.conformal([(x, raw)]),
+        lambda: posterior.log_likelihood([(x, raw)]),
+    ):
+        with pytest.warns(UserWarning, match=r"in the data's units, \S+ on average: pass a pandas series"):
+            call()
+    scaling = posterior.columns.targets
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior.evaluate([(x, ((raw - scaling.shift) / scaling.factor).float())])
+        posterior.conformal([(frame()[columns], y)])

@@ -155,3 +155,15 @@ def test_few_data_have_the_whole_set_and_what_is_wrong_is_refused() -> None:
         posterior.conformal([])
     with pytest.raises(TypeError, match="conformal needs validation data with targets"):
         posterior.conformal(x)
+
+
+@pytest.mark.parametrize("method", ["threshold", "adaptive", "quantile"])
+def test_too_few_calibration_data_are_told(method: Any) -> None:
+    """The guarantee then takes all classes, or the whole line, which says nothing of the data."""
+    likelihood = Gaussian() if method == "quantile" else Categorical()
+    posterior = in_memory(BayesianModule(net=nn.Linear(5, 3), likelihood=likelihood))
+    x = torch.randn(8, 5)
+    y = torch.randn(8, 3) if method == "quantile" else torch.arange(8) % 3
+    what = "intervals are infinite" if method == "quantile" else "sets have all classes"
+    with pytest.warns(UserWarning, match=f"conformal has 8 calibration data, fewer than the 9 .* so {what}"):
+        posterior.conformal([(x, y)], LEVEL, method)
