@@ -97,15 +97,16 @@ def data_of(name: str | None, root: Path | None) -> tuple[torch.Tensor, torch.Te
 
 def run(
     method: str, count: int, seed: int, x: torch.Tensor, y: torch.Tensor, steps: int, lr: float = 0.1
-) -> tuple[float, float]:
-    """Return the error in percent and the NLL on test data; `lr` is the ensemble's."""
+) -> tuple[float, ...]:
+    """Return the error in percent, the NLL and the joint NLL on test data; `lr` is the ensemble's."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held_out = max(count // 5, 4)
     split = count if method in ON_ALL else count - held_out
     train, val, test = order[:split], order[count - held_out : count], order[-min(len(x) // 3, 2000) :]
     if method == GUESSING:
         shares = (torch.bincount(y[order[:count]], minlength=int(y.max()) + 1) + 1) / (count + int(y.max()) + 1)
-        return 100 * float((y[test] != shares.argmax()).float().mean()), -float(shares.log()[y[test]].mean())
+        nll = -float(shares.log()[y[test]].mean())
+        return 100 * float((y[test] != shares.argmax()).float().mean()), nll, nll
     torch.manual_seed(derive_seed(seed, "network"))
     net = nn.Sequential(nn.Linear(x.shape[1], 50), nn.ReLU(), nn.Linear(50, int(y.max()) + 1))
     if method == ENSEMBLE:
@@ -119,7 +120,7 @@ def run(
     trainer.fit(module, batches, None if method in ON_ALL else DataLoader(TensorDataset(x[val], y[val]), held_out))
     assert module.posterior is not None
     found = module.posterior.evaluate([(x[test], y[test])]).bma
-    return 100 * (1 - found["accuracy"]), found["nll"]
+    return 100 * (1 - found["accuracy"]), found["nll"], module.posterior.joint_nll([(x[test], y[test])]).nll
 
 
 def main() -> None:
@@ -143,10 +144,10 @@ def main() -> None:
         for count in counts:
             cells = []
             for method in methods:
-                errors, nll = zip(
-                    *(run(method, count, seed, x, y, steps, lr) for seed in range(options.seeds)), strict=True
-                )
-                cells.append(f"{sum(errors) / len(errors):.1f} %, {sum(nll) / len(nll):.2f}")
+                found = [run(method, count, seed, x, y, steps, lr) for seed in range(options.seeds)]
+                error, *nll = (sum(each) / len(found) for each in zip(*found, strict=True))
+                shown = ", ".join(f"{each:.2f}" for each in (nll if options.clear else nll[:1]))
+                cells.append(f"{error:.1f} %, {shown}")
             rows.append([f"{count}" if name is None else f"{name}, {count}", *cells])
             print(rows[-1], flush=True)
     if options.json is not None:
