@@ -16,7 +16,7 @@ from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.priors import GaussianPrior, Prior
-from lightning_sgmcmc.priors.centers import read_tensors
+from lightning_sgmcmc.priors.centers import read_tensors, weights_in, weights_of
 
 What = Literal["last_layer", "lora", "all"]
 GAINS = {"lora": 1.0, "all": 0.1}
@@ -56,7 +56,8 @@ def bayesianize(
             likelihood's own parameters, such as a learned log σ, are centred at their start with 3, unless a `Prior`
             is passed.
         checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
-            file by `torch.save` or of a safetensors file.
+            file by `torch.save` or of a safetensors file. All of the network's tensors have to be there, once, with
+            their shapes; names may begin with those of a part or a wrapper ("model.", "module.").
         example: inputs of the network, to find the last layer by a call.
         chain_start: "same", or as for `BayesianModule`.
         options: further arguments of `BayesianModule`: `lr`, `sampler`, `num_chains`, `temperature`, ….
@@ -251,27 +252,13 @@ def load_weights(network: nn.Module, source: "Mapping[str, Any] | str | Path") -
     names is left out.
     """
     what = "checkpoint" if isinstance(source, Mapping) else f"checkpoint={str(source)!r}"
-    state = _tensors(source, what)
-    names = list(dict(network.named_parameters()))
-    if not names:
+    kept = network.state_dict()
+    own = {n: t for n, t in (*network.named_parameters(), *network.named_buffers()) if n in kept}
+    if not own:
         raise ValueError(f"{type(network).__name__} has no parameters, so {what} cannot be loaded into it")
-    beginnings = sorted({key[: -len(names[0])] for key in state if key.endswith(names[0])}, key=len)
-    beginning = next((b for b in beginnings if all(b + name in state for name in names)), None)
-    if beginning is None:
-        missing = next(name for name in names if (beginnings[0] if beginnings else "") + name not in state)
-        raise ValueError(
-            f"{what} has no '{missing}' (it has {', '.join(list(state)[:4])}, …): pass the checkpoint of a network "
-            f"like this {type(network).__name__}"
-        )
-    own = {key.removeprefix(beginning): tensor for key, tensor in state.items() if key.startswith(beginning)}
-    known = network.state_dict()
-    for name, tensor in own.items():
-        if name in known and known[name].shape != tensor.shape:
-            raise ValueError(
-                f"{what} has '{name}' of shape {tuple(tensor.shape)}, and the network's is {tuple(known[name].shape)}: "
-                "give the network the same layers, and replace its head afterwards"
-            )
-    network.load_state_dict({name: tensor for name, tensor in own.items() if name in known}, strict=False)
+    with torch.no_grad():
+        for name, tensor in weights_of(network, own, _tensors(source, what), what).items():
+            own[name].copy_(tensor)
 
 
 def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, Tensor]:
@@ -282,8 +269,11 @@ def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, T
             raise FileNotFoundError(f"{what} does not exist: pass the path of a checkpoint or state dict")
         check_regular(path)
         content = read_tensors(path, what)
-    elif isinstance(source.get("state_dict"), Mapping):
-        content = source["state_dict"]
+    else:
+        try:
+            content = weights_in(source)
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from error
     found = {str(n): t for n, t in content.items() if isinstance(t, Tensor)} if isinstance(content, Mapping) else {}
     if not found:
         raise ValueError(f"{what} holds no state dict, that is tensors by name: pass one, or a file with one")
