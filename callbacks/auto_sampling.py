@@ -98,11 +98,11 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     become the cold ones; from 0.65 or 8 % on they stay; between they are interpolated. Without validation data earlier
     draws then lose their weight.
 
-    The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
-    centre 0 stays as it is. Where samples are on the disk it writes `auto.yaml` to the run's folder, beside
-    `summary.txt`: this callback with its choices as `prior_scales` and `temperatures`, and the length that a budget
-    gave as `lengths`, which repeats them. At the default objective the draws are of a cold ensemble, and not of the
-    posterior.
+    The callback sets the module's prior, sampler and lr when the fit begins. `bayesianize` without a prior keeps its
+    centre, the trained weights; any other prior that is not a `GaussianPrior` with centre 0 stays as it is. Where
+    samples are on the disk it writes `auto.yaml` to the run's folder, beside `summary.txt`: this callback with its
+    choices as `prior_scales` and `temperatures`, and the length that a budget gave as `lengths`, which repeats them. At
+    the default objective the draws are of a cold ensemble, and not of the posterior.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1, or 45/N if that is more (below 450
@@ -236,14 +236,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         """Return the prior whose scale this callback sets, or the module's own."""
         own = module.prior
         is_own_choice = isinstance(own, HierarchicalPrior) and own.every_n_steps == NEVER
-        if not is_own_choice and (type(own) is not GaussianPrior or own.center is not None):
+        if not is_own_choice and not (type(own) is GaussianPrior and (own.center is None or own.is_default)):
             rank_zero_info(f"AutoSampling keeps the module's {own!r}: it chooses the scale of a GaussianPrior only.")
             return own
+        center: Any = getattr(getattr(own, "given", own), "center", None)  # the start, for bayesianize's prior
         noise = "likelihood.*"
         if not any(name.startswith(noise[:-1]) for name in named_trainable(module)):
-            return HierarchicalPrior("all", std=self._start_std, every_n_steps=NEVER)
+            return HierarchicalPrior("all", std=self._start_std, every_n_steps=NEVER, center=center)
         # A learned noise scale, log std, is no weight.
-        return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
+        stds = {noise: 3.0, "*": self._start_std}
+        return HierarchicalPrior((noise, "*"), std=stds, every_n_steps=NEVER, center=center)
 
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
         hot = HOT_SHARE if self.objective == "both" and not length.is_trial else 0.0

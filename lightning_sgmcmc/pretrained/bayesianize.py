@@ -1,6 +1,7 @@
 """A trained network as a `BayesianModule`: the chains start at its weights, and the prior is centred there."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,9 +53,9 @@ def bayesianize(
             patterns (`["fc.*", "layer4.*"]`).
         likelihood: p(y | output); None is `Categorical()`.
         prior: the prior, or the standard deviation of one that is centred at the weights. None centres one with 1 for
-            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for all weights. The
-            likelihood's own parameters, such as a learned log σ, are centred at their start with 3, unless a `Prior`
-            is passed.
+            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for the other layers of
+            all; `AutoSampling` chooses its scale by validation data. The likelihood's own parameters, such as a learned
+            log σ, are centred at their start with 3, unless a `Prior` is passed.
         checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
             file by `torch.save` or of a safetensors file. All of the network's tensors have to be there, once, with
             their shapes; names may begin with those of a part or a wrapper ("model.", "module.").
@@ -94,7 +95,11 @@ def bayesianize(
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a cache of earlier tokens serves the generation of text only
     likelihood = likelihood if likelihood is not None else Categorical()
-    module = BayesianModule(network, likelihood, _prior(prior, kind, likelihood), chain_start=chain_start, **options)
+    if prior is None:
+        prior = _default_prior(network, kind, likelihood, example)
+    elif not isinstance(prior, Prior):
+        prior = GaussianPrior({**_scales_of(likelihood), "*": prior}, center="start")
+    module = BayesianModule(network, likelihood, prior, chain_start=chain_start, **options)
     _say(network, kind)
     return module
 
@@ -131,14 +136,20 @@ def _chosen(network: nn.Module, what: Any, example: Any) -> tuple[nn.Module, str
     return network, "patterns"
 
 
-def _prior(prior: Prior | float | None, kind: str, likelihood: Likelihood) -> Prior:
-    if isinstance(prior, Prior):
-        return prior
-    # A noise scale or cut point is no weight, and the weights' scale would pin it.
-    scales: dict[str, Any] = {"likelihood.*": NOISE_STD} if list(likelihood.parameters()) else {}
-    if prior is not None or kind not in GAINS:
-        return GaussianPrior({**scales, "*": 1.0 if prior is None else prior}, center="start")
-    return GaussianPrior({**scales, "*": "fan_in"}, gain=GAINS[kind], center="start")
+def _scales_of(likelihood: Likelihood) -> dict[str, Any]:
+    """Return the scales of a likelihood's own parameters: a noise scale or cut point is no weight."""
+    return {"likelihood.*": NOISE_STD} if list(likelihood.parameters()) else {}
+
+
+def _default_prior(network: nn.Module, kind: str, likelihood: Likelihood, example: Any) -> Prior:
+    scales = _scales_of(likelihood)
+    if kind == "all":
+        with suppress(ValueError):  # there is none, or it shares its weights
+            scales[f"net.{last_layer(network, example)}.*"] = 1.0  # often it is new, and has to learn
+    gain = GAINS.get(kind)
+    prior = GaussianPrior({**scales, "*": 1.0 if gain is None else "fan_in"}, gain=gain or 1.0, center="start")
+    prior.is_default = True
+    return prior
 
 
 def _say(network: nn.Module, kind: str) -> None:
