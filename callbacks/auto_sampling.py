@@ -98,8 +98,9 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     become the cold ones; from 0.65 or 8 % on they stay; between they are interpolated. Without validation data earlier
     draws then lose their weight.
 
-    The callback sets the module's prior, sampler and lr when the fit begins. `bayesianize` without a prior keeps its
-    centre, the trained weights; any other prior that is not a `GaussianPrior` with centre 0 stays as it is. Where
+    The callback sets the module's prior, sampler and lr when the fit begins. That of
+    `bayesianize(net, "all")` keeps its centre, the trained weights; any other that is not a `GaussianPrior` with centre
+    0, or that is passed to `bayesianize`, stays as it is. Where
     samples are on the disk it writes `auto.yaml` to the run's folder, beside `summary.txt`: this callback with its
     choices as `prior_scales` and `temperatures`, and the length that a budget gave as `lengths`, which repeats them. At
     the default objective the draws are of a cold ensemble, and not of the posterior.

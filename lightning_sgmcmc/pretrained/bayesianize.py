@@ -1,5 +1,6 @@
 """A trained network as a `BayesianModule`: the chains start at its weights, and the prior is centred there."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,9 +54,9 @@ def bayesianize(
             patterns (`["fc.*", "layer4.*"]`).
         likelihood: p(y | output); None is `Categorical()`.
         prior: the prior, or the standard deviation of one that is centred at the weights. None centres one with 1 for
-            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for the other layers of
-            all; `AutoSampling` chooses its scale by validation data. The likelihood's own parameters, such as a learned
-            log σ, are centred at their start with 3, unless a `Prior` is passed.
+            the last layer, also of all, and for patterns; with 1/√fan_in for adapters, and with a tenth of it for the
+            other layers of all. `AutoSampling` replaces that of all by one scale, which it chooses. The likelihood's
+            own parameters, such as a learned log σ, are centred at their start with 3, unless a `Prior` is passed.
         checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
             file by `torch.save` or of a safetensors file. All of the network's tensors have to be there, once, with
             their shapes; names may begin with those of a part or a wrapper ("model.", "module.").
@@ -148,7 +149,7 @@ def _default_prior(network: nn.Module, kind: str, likelihood: Likelihood, exampl
             scales[f"net.{last_layer(network, example)}.*"] = 1.0  # often it is new, and has to learn
     gain = GAINS.get(kind)
     prior = GaussianPrior({**scales, "*": 1.0 if gain is None else "fan_in"}, gain=gain or 1.0, center="start")
-    prior.is_default = True
+    prior.is_default = kind == "all"
     return prior
 
 
@@ -249,7 +250,19 @@ def with_adapters(network: nn.Module, config: Any) -> nn.Module:
         task = next((task for end, task in TASKS.items() if type(network).__name__.endswith(end)), None)
         of_gpt2 = getattr(getattr(network, "config", None), "model_type", None) == "gpt2"  # its weights are transposed
         config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=of_gpt2)
-    adapted: nn.Module = peft.get_peft_model(network, config)
+    try:
+        adapted: nn.Module = peft.get_peft_model(network, config)
+    except ValueError as error:
+        if config.target_modules or "target_modules" not in str(error):
+            raise
+        ends = Counter(name.rpartition(".")[2] for name, part in network.named_modules() if isinstance(part, nn.Linear))
+        of_blocks = [name for name, count in ends.items() if count > 1] or list(ends)
+        task = getattr(config.task_type, "value", config.task_type)
+        raise ValueError(
+            f"peft does not know which layers of {type(network).__name__} to adapt: pass "
+            f"what=LoraConfig(r=8, task_type={task!r}, target_modules={of_blocks}), "
+            "or some of these names"
+        ) from error
     return adapted
 
 

@@ -194,6 +194,27 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
         bayesianize(encoder(), "lora")
 
 
+@pytest.mark.parametrize("name", ["DistilBert", "ModernBert"])
+def test_layers_that_peft_does_not_know_are_asked_for(name: str) -> None:
+    """With the line that the message has it works."""
+    import peft
+    import transformers
+
+    sizes = {"DistilBert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 16}}.get(
+        name, {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    )
+    config = getattr(transformers, f"{name}Config")(vocab_size=30, pad_token_id=0, **sizes)
+    model = getattr(transformers, f"{name}ForSequenceClassification")
+    with pytest.raises(ValueError, match=f"does not know which layers of {name}For.* pass what=LoraConfig") as caught:
+        bayesianize(model(config), "lora")
+    _, _, given = str(caught.value).partition("what=LoraConfig")
+    options = eval(f"dict{given.partition(']')[0]}])")
+    assert options["task_type"] == "SEQ_CLS"
+    names = sampled_names(bayesianize(model(config), peft.LoraConfig(**options)))
+    assert any("lora_A" in one for one in names)
+    assert all("lora_" in one or "classifier" in one for one in names)
+
+
 # -- descriptions -----------------------------------------------------------------------------------------------------
 
 

@@ -80,10 +80,15 @@ def test_a_prior_that_is_passed_stays(prior: Any) -> None:
     assert repr(module.prior) == "GaussianPrior(std=0.1, center='start')"
 
 
+def test_that_of_a_last_layer_stays() -> None:
+    """It is wide already, and a fit of 50 weights gains nothing by another one."""
+    assert repr(fit(bayesianize(trained(), "last_layer", Categorical())).prior).startswith("GaussianPrior(std=1.0")
+
+
 def test_a_learned_noise_scale_keeps_its_own() -> None:
     net = trained()
     net.fc = nn.Linear(50, 1)
-    module = fit(bayesianize(net, "last_layer", Gaussian(learned=True)), classes=False)
+    module = fit(bayesianize(net, "all", Gaussian(learned=True)), classes=False)
     prior = module.prior
     assert isinstance(prior, HierarchicalPrior)
     assert prior.given.center == "start"
