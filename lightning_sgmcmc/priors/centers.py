@@ -39,16 +39,22 @@ class GivenCenter:
         if not named:
             raise ValueError(f"the prior's center has no tensors: {_shown(source)} is empty")
         self._tensors = {
-            name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items() if tensor.is_floating_point()
+            unwrapped(name): tensor.detach().to("cpu", copy=True)
+            for name, tensor in named.items()
+            if tensor.is_floating_point()
         }
+        self._beginning: str | None = None
+        """What stands before all names, such as "model.", where they are not a module's or a network's."""
         for name, tensor in self._tensors.items():
             if not tensor.isfinite().all():
                 raise ValueError(f"the prior's center has NaN or infinite numbers in '{name}': pass a sound state")
 
     def tensor_for(self, name: str, shape: torch.Size, held: int | None = None) -> Tensor:
         """Return the centre of a parameter; `held` is the row that the shape lacks, and the result too, if any."""
-        known = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+        known = [unwrapped(name.removeprefix(prefix)) for prefix in PREFIXES if name.startswith(prefix)]
         found = next((self._tensors[own] for own in known if own in self._tensors), None)
+        if found is None and len(known) > 1:
+            found = self._within_part(known[-1], shape if held is None else None)
         if found is None:
             raise ValueError(
                 f"the prior's center has no tensor for the parameter '{name}' (it has "
@@ -64,6 +70,13 @@ class GivenCenter:
                 f"{tuple(shape)}{stacked}: pass a tensor of its shape, or leave the parameter out of centered=[…]"
             )
         return found if held is None else without_row(found, held)
+
+    def _within_part(self, name: str, shape: torch.Size | None) -> Tensor | None:
+        """Return the tensor of a network's parameter whose name begins with that of a part, the same for all."""
+        if self._beginning is None:
+            fitting = [n for n, t in self._tensors.items() if n.endswith(f".{name}") and shape in (None, t.shape)]
+            self._beginning = fitting[0].removesuffix(name) if len(fitting) == 1 else None
+        return None if self._beginning is None else self._tensors.get(f"{self._beginning}{name}")
 
     def __repr__(self) -> str:
         # Of the content and not of the path: a run resumes from a moved file, and not with another centre.
@@ -146,12 +159,12 @@ def weights_of(
         tensors: the state dict.
         what: names it in messages.
     """
-    given = {_unwrapped(name): tensor for name, tensor in tensors.items()}
-    names = {name: [_unwrapped(name)] for name in own}
+    given = {unwrapped(name): tensor for name, tensor in tensors.items()}
+    names = {name: [unwrapped(name)] for name in own}
     of_id = {id(tensor): name for name, tensor in own.items()}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if id(tensor) in of_id and _unwrapped(name) not in names[of_id[id(tensor)]]:
-            names[of_id[id(tensor)]].append(_unwrapped(name))  # of a tensor that layers share
+        if id(tensor) in of_id and unwrapped(name) not in names[of_id[id(tensor)]]:
+            names[of_id[id(tensor)]].append(unwrapped(name))  # of a tensor that layers share
     needed = [name for name, tensor in own.items() if tensor.dim() or tensor.is_floating_point()]  # counts may lack
     prefix = _prefix_of(given, {name: own[name] for name in needed}, names, what, network)
     found: dict[str, Tensor] = {}
@@ -178,10 +191,10 @@ def weights_of(
     return found
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     """Return a parameter's name without those of torch.compile, activation checkpointing and FSDP.
 
-    >>> _unwrapped("model._orig_mod.0.weight")
+    >>> unwrapped("model._orig_mod.0.weight")
     'model.0.weight'
     """
     for wrapper in WRAPPERS:
@@ -226,7 +239,7 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _warn_of_others(network: nn.Module, given: Mapping[str, Tensor], prefix: str, known: set[str], what: str) -> None:
     """Warn of weights beside the network's, as of one with more layers."""
-    known = known | {prefix + _unwrapped(name) for name, _ in network.named_buffers()}
+    known = known | {prefix + unwrapped(name) for name, _ in network.named_buffers()}
     left = [n for n, t in given.items() if n.startswith(prefix) and n not in known and t.is_floating_point()]
     if left:
         some = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import Categorical, Posterior, bayesianize
+from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, Posterior, bayesianize
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from tests.support.trainers import quiet_trainer
 
 State = dict[str, Tensor]
 
@@ -120,3 +123,43 @@ def test_two_weights_do_not_become_one() -> None:
     message = "has other values as 'first.weight' than as 'last.weight', which are one tensor in this Tied"
     with pytest.raises(ValueError, match=message):
         bayesianize(Tied(), "all", checkpoint=Tied(shares=False).state_dict())
+
+
+STARTS = ["plain", "Lightning", "torch.compile in Lightning", "activation checkpointing in DDP"]
+
+
+@pytest.mark.parametrize("form", STARTS)
+def test_starts_and_centres_have_these_names_too(form: str, trained: nn.Sequential, tmp_path: Path) -> None:
+    torch.save(FITTING[form](trained.state_dict()), tmp_path / "run.ckpt")
+    prior = GaussianPrior(0.1, center=tmp_path / "run.ckpt")
+    module = BayesianModule(
+        make(), Categorical(), prior, lr=1e-9, num_chains=2, chain_start=[tmp_path / "run.ckpt"] * 2
+    )
+    callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(in_memory=True)]
+    rows = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    quiet_trainer(max_steps=2, callbacks=callbacks).fit(module, DataLoader(rows, 4))
+    assert module.posterior is not None
+    for name, parameter in trained.named_parameters():
+        torch.testing.assert_close(module.posterior[1].state[f"net.{name}"], parameter.detach(), rtol=0, atol=1e-3)
+        shift = prior.log_prob({f"net.{name}": parameter.detach()})
+        assert torch.equal(shift, GaussianPrior(0.1).log_prob({"w": torch.zeros_like(parameter)}))
+
+
+def test_a_centre_of_another_network_is_refused(trained: nn.Sequential) -> None:
+    """Names of one layer end like those of another."""
+    center = {"a.0.weight": torch.zeros(4, 3), "b.3.bias": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"center has no tensor for the parameter 'net.0.bias'"):
+        GaussianPrior(center=center).log_prob({f"net.{name}": p for name, p in trained.named_parameters()})
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "orthogonal"])
+@pytest.mark.parametrize("what", ["all", "last_layer"])
+def test_parametrized_layers_have_a_centre(norm: str, what: str) -> None:
+    net = make()
+    getattr(nn.utils.parametrizations, norm)(net[3])
+    module = bayesianize(net, what, lr=0.01, num_chains=2)
+    rows = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(in_memory=True)]
+    quiet_trainer(max_steps=2, callbacks=callbacks).fit(module, DataLoader(rows, 4))
+    assert module.posterior is not None
+    assert any("parametrizations" in name for name in module.posterior[0].parameters)
