@@ -184,6 +184,14 @@ def last_layer(network: nn.Module, example: Any = None) -> str:
     linear: dict[str, nn.Module] = {
         name: part for name, part in network.named_modules() if isinstance(part, LINEAR) and name
     }
+    of_timm: Any = getattr(network, "get_classifier", None) if type(network).__module__.startswith("timm.") else None
+    heads = of_timm() if of_timm is not None else None
+    if isinstance(heads, tuple):  # of distillation
+        names = [name for name, part in network.named_modules() if any(part is head for head in heads)]
+        raise ValueError(
+            f"{type(network).__name__} has {len(names)} last layers, whose outputs it averages: pass "
+            f"what={[f'{name}.*' for name in names]}"
+        )
     found = _last_called(network, linear, example) if example is not None else _last_defined(network, linear)
     if found is None:
         raise ValueError(

@@ -379,3 +379,17 @@ def test_a_resumed_run_of_dict_batches_is_the_same_run(tmp_path: Path) -> None:
     resumed = run(7, tmp_path / "third.ckpt")
     state = resumed.lightning_module.state_dict()
     assert all(torch.equal(t, state[n]) for n, t in whole.lightning_module.state_dict().items())
+
+
+def test_two_last_layers_of_timm_are_asked_for() -> None:
+    """A head that distilled stayed as it was drawn, with half of the output."""
+    import timm
+
+    def make() -> Any:
+        return timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3, img_size=32, depth=1)
+
+    with pytest.raises(ValueError, match=r"2 last layers, .*: pass what=\['head.\*', 'head_dist.\*'\]"):
+        bayesianize(make())
+    names = sampled_names(bayesianize(make(), ["head.*", "head_dist.*"]))
+    assert names == [f"net.{head}.{name}" for head in ("head", "head_dist") for name in ("weight", "bias")]
+    assert len(sampled_names(bayesianize(make(), "all"))) > 10
