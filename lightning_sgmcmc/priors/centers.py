@@ -1,5 +1,6 @@
 """Tensors that are given, as a state dict or in a file: a prior's centre, and the weights of a network."""
 
+import warnings
 import zlib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -11,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.priors.state import without_row
 from lightning_sgmcmc.tensors import first_not_finite
 
@@ -243,9 +243,10 @@ def _warn_of_others(network: nn.Module, given: Mapping[str, Tensor], prefix: str
     left = [n for n, t in given.items() if n.startswith(prefix) and n not in known and t.is_floating_point()]
     if left:
         some = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
-        rank_zero_warn(
+        warnings.warn(
             f"{what} has {len(left)} tensors that this {type(network).__name__} has not ({some}), which are left out: "
-            "check that it is the network that was trained."
+            "check that it is the network that was trained.",
+            stacklevel=2,
         )
 
 
