@@ -66,8 +66,7 @@ HOT_SHARE, HOT_STD = 0.2, 0.2
 """Of objective "both": the share of the run at temperature 1, its last part, and σ there."""
 LR_SHARE_OF_CLASSES = 0.3
 """Share of the first step size at which the cold samples of classes end; all others end at `LR_SHARE`."""
-WEIGHTS = "windows of the last draws, then stacking"
-"""The rule of the samples' weights, for sentences."""
+WEIGHTS = "windows of the last draws, then stacking"  # the rule of the samples' weights, for sentences
 
 
 class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
@@ -97,12 +96,12 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     Without validation data, which a warning says, and below 450 data of classes, τ is 1 at first in runs of 2,000 steps
     (of numbers in all). After 15 % of the draws each training datum, of some 4,000 at most, is predicted by them
     without itself. If the NLL is below 0.45 of a guess's, or the errors of numbers below 3 % of the variance, τ and σ
-    become the cold ones; from 0.65 or 8 % on they stay; between they are interpolated. From 0.45 down to 0.15, σ grows
-    to 1. Without validation data earlier draws then lose their weight.
+    become the cold ones, σ up to 1 at 0.15; from 0.65 or 8 % on they stay; between they are interpolated. Without
+    validation data earlier draws lose their weight.
 
-    The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
-    centre 0 stays as it is. With samples on the disk it writes `auto.yaml` beside `summary.txt`, this callback with
-    its choices as arguments, which repeats them. The draws of the default objective are of a cold ensemble.
+    The callback sets the module's prior, sampler and lr when the fit begins. The default prior of `bayesianize(net,
+    "all")` keeps its centre; others that are not a `GaussianPrior` with centre 0 stay. For samples on the disk it
+    writes `auto.yaml` beside `summary.txt`, this callback with its choices as arguments, which repeats them.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1, or 45/N if that is more (below 450
@@ -234,15 +233,16 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     def _prior(self, module: ChainModel) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""
         own = module.prior
-        is_own_choice = isinstance(own, HierarchicalPrior) and own.every_n_steps == NEVER
-        if not is_own_choice and (type(own) is not GaussianPrior or own.center is not None):
+        is_free = type(own) is GaussianPrior and (own.center is None or own.is_default)
+        if not is_free and not (isinstance(own, HierarchicalPrior) and own.every_n_steps == NEVER):  # its own choice
             rank_zero_info(f"AutoSampling keeps the module's {own!r}: it chooses the scale of a GaussianPrior only.")
             return own
+        center: Any = getattr(getattr(own, "given", own), "center", None)  # the start, for bayesianize's prior
         noise = "likelihood.*"
         if not any(name.startswith(noise[:-1]) for name in named_trainable(module)):
-            return HierarchicalPrior("all", std=self._start_std, every_n_steps=NEVER)
-        scales = {noise: 3.0, "*": self._start_std}  # log std is no weight
-        return HierarchicalPrior((noise, "*"), std=scales, every_n_steps=NEVER)
+            return HierarchicalPrior("all", std=self._start_std, every_n_steps=NEVER, center=center)
+        stds = {noise: 3.0, "*": self._start_std}  # log std is no weight
+        return HierarchicalPrior((noise, "*"), std=stds, every_n_steps=NEVER, center=center)
 
     def plan_over(self, steps: int, length: RunLength) -> WarmUpAndDecay:
         hot = HOT_SHARE if self.objective == "both" and not length.is_trial else 0.0

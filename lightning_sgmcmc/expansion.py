@@ -160,8 +160,11 @@ def expansions_of(module: nn.Module) -> list[Expansion]:
 
 def is_expanded(layer: nn.Module) -> bool:
     """Return whether a layer's weight is a `Product`."""
-    own: Any = layer._modules.get("parametrizations")
-    return own is not None and bool(WEIGHT in own) and isinstance(own[WEIGHT][0], Product)
+    own = layer._modules.get("parametrizations")
+    if not isinstance(own, nn.ModuleDict) or WEIGHT not in own:  # a prior's centre has a part of this name too
+        return False
+    rules: Any = own[WEIGHT]
+    return isinstance(rules[0], Product)
 
 
 def _rule(layer: nn.Module) -> Product:

@@ -27,6 +27,7 @@ from lightning_sgmcmc.chains.execution import (
 )
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.model import EnergyModel, named_trainable
+from lightning_sgmcmc.namespace import rank_zero_warn
 from lightning_sgmcmc.seeding import unchanged_generators
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -269,7 +270,9 @@ class ForwardPasses:
         names = {id(tensor): name for name, tensor in own.items()}
         if self._chains is not None:
             names |= self._chains.replaced()
+        unused, hides_some = {id(passed[name]): name for name, t in own.items() if t.requires_grad}, False
         for node in _graph_of(each):
+            hides_some |= node.name() == "CheckpointFunctionBackward"
             if node.name() == "CheckpointFunctionBackward" and self._chains is not None:
                 return computed_again(self._chains.num_chains)
             if node.name() == "CheckpointFunctionBackward" and self._are_rows:
@@ -285,9 +288,22 @@ class ForwardPasses:
             if getattr(node, "_saved_sparse", False) and self._are_rows:
                 return "an embedding has sparse=True, and gradients here are dense, as the prior's is: leave it out"
             leaf = getattr(node, "variable", None)
+            unused.pop(id(leaf), None)
             if isinstance(leaf, nn.Parameter) and (fault := fault_of_parameter(leaf, known, names)):
                 return fault
+        if unused and self._seen == 1 and not hides_some:
+            _warn_of_unused(list(unused.values()), len(named_trainable(self._model)))
         return None
+
+
+def _warn_of_unused(names: list[str], total: int) -> None:
+    """Warn of parameters that the likelihood of the first batch does not depend on."""
+    some = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+    rank_zero_warn(
+        f"The likelihood of the first batch has no gradient in {len(names)} of {total} sampled tensors ({some}), so "
+        "their samples are the prior's: take torch.no_grad() or detach() out of forward if they compute the output, or "
+        "freeze them by requires_grad_(False)."
+    )
 
 
 def _graph_of(tensor: Tensor) -> Iterator[Any]:

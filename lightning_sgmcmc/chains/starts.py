@@ -19,6 +19,7 @@ from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
 from lightning_sgmcmc.files import check_regular
+from lightning_sgmcmc.priors.centers import unwrapped
 from lightning_sgmcmc.priors.state import held_rows, is_prior_state
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
 from lightning_sgmcmc.tensors import exact, first_not_finite
@@ -141,8 +142,15 @@ def _fitting(model: nn.Module, state: dict[str, Tensor], chain: int, total: int)
     """Return pairs of a model's tensor and its value in a state."""
     own, what = state_of(model), f"chain_start[{chain}]"
     known = own.keys() | {expansion.name for expansion in expansions_of(model)}
-    if not set(state) <= known and all(f"net.{name}" in known for name in state):
-        state = {f"net.{name}": tensor for name, tensor in state.items()}  # of the network itself
+    if not set(state) <= known:
+        state = {name if name in known else unwrapped(name): tensor for name, tensor in state.items()}
+        # Of the network itself, or of a part of something else, such as "model.".
+        first = next((name.removeprefix(NETWORK) for name, _ in model.named_parameters()), "")
+        beginnings = {name.removesuffix(first) for name in state if name.endswith(f".{first}")} - {NETWORK}
+        for beginning in ("", *beginnings) if len(beginnings) < 2 else ("",):
+            if all(name.startswith(beginning) and NETWORK + name.removeprefix(beginning) in known for name in state):
+                state = {NETWORK + name.removeprefix(beginning): tensor for name, tensor in state.items()}
+                break
     state = with_factors(state, model)
     unknown = [name for name in state if name not in own]
     missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in state]

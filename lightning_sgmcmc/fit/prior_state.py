@@ -26,8 +26,9 @@ NO_BETTER = 0.05
 
 def take_centers(chains: Chains) -> None:
     """Set the centres of a prior that is centred on each chain's start, unless a checkpoint or an earlier fit did."""
-    tensors = {name: tensor for name, tensor in prior_state(chains.model).items() if name.startswith(CENTER)}
-    if not any(bool(tensor.isnan().any()) for tensor in tensors.values()):
+    centers = {name: tensor for name, tensor in prior_state(chains.model).items() if name.startswith(CENTER)}
+    tensors = {name: tensor for name, tensor in centers.items() if bool(tensor.isnan().any())}
+    if not tensors:
         return
     parameters = of_prior(chains.model, chains.stacked is not None)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.predictive import check_sample
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import ON_REQUEST, Members, Prediction, RegressionPrediction
-from lightning_sgmcmc.priors.centers import read_tensors, weights_in
+from lightning_sgmcmc.priors.centers import read_tensors, weights_in, weights_of
 from lightning_sgmcmc.tables import TargetScaling
 from lightning_sgmcmc.tensors import copied, exact
 
@@ -256,15 +256,9 @@ def samples_of_states(states: Iterable[State] | str | Path, model: EnergyModel) 
     for chain, state in enumerate(given):
         place = str(state) if isinstance(state, str | Path) else f"states[{chain}]"
         tensors = _tensors_of(state, place)
-        prefix = _prefix_of(tensors, {short: names[name] for short, name in own.items()}, place)
-        for short, name in own.items():
-            if tensors[prefix + short].shape != names[name].shape:
-                raise ValueError(
-                    f"{place} has the shape {tuple(tensors[prefix + short].shape)} for {prefix + short!r}, net has "
-                    f"{tuple(names[name].shape)}: net must be a network like those that were trained"
-                )
+        tensors = weights_of(model.net, {short: names[name] for short, name in own.items()}, tensors, place)
         # As `load_state_dict` does: files often have 16 bits, in which the network was not to compute.
-        found = {name: tensors[prefix + short].detach().to(names[name].dtype, copy=True) for short, name in own.items()}
+        found = {own[short]: t.to(names[own[short]].dtype, copy=True) for short, t in tensors.items()}
         found |= {name: tensor.detach().clone() for name, tensor in names.items() if name not in found}
         sampled = {name: tensor for name, tensor in found.items() if name in parameters}
         others = {name: tensor for name, tensor in found.items() if name not in parameters}
@@ -314,24 +308,3 @@ def _tensors_of(state: State, place: str) -> dict[str, Tensor]:
     except ValueError as error:
         raise ValueError(f"{place} {error}") from error
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
-
-
-def _prefix_of(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], place: str) -> str:
-    """Return what stands before the network's names in a state: "", or the name of a part, such as "model."."""
-    first = next(iter(own))
-    prefixes = [name.removesuffix(first) for name in tensors if name == first or name.endswith(f".{first}")]
-    named = [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
-    fitting = [p for p in named if all(tensors[p + name].shape == t.shape for name, t in own.items())] or named
-    if len(fitting) == 1 or "" in fitting:
-        return "" if "" in fitting else fitting[0]
-    if fitting:
-        raise ValueError(
-            f"{place} holds the network {len(fitting)} times, under {', '.join(map(repr, fitting))}: pass the state "
-            "dict of one of them"
-        )
-    likely = prefixes[0] if prefixes else ""
-    missing = next((name for name in own if likely + name not in tensors), first)
-    raise ValueError(
-        f"{place} has no tensor {likely + missing!r}: net must be a network like those that were trained "
-        f"({len(own)} tensors, {place} has {len(tensors)})"
-    )

@@ -1,6 +1,8 @@
 """A trained network as a `BayesianModule`: the chains start at its weights, and the prior is centred there."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +18,7 @@ from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.namespace import rank_zero_info
 from lightning_sgmcmc.priors import GaussianPrior, Prior
-from lightning_sgmcmc.priors.centers import read_tensors
+from lightning_sgmcmc.priors.centers import read_tensors, weights_in, weights_of
 
 What = Literal["last_layer", "lora", "all"]
 GAINS = {"lora": 1.0, "all": 0.1}
@@ -52,11 +54,12 @@ def bayesianize(
             patterns (`["fc.*", "layer4.*"]`).
         likelihood: p(y | output); None is `Categorical()`.
         prior: the prior, or the standard deviation of one that is centred at the weights. None centres one with 1 for
-            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for all weights. The
-            likelihood's own parameters, such as a learned log σ, are centred at their start with 3, unless a `Prior`
-            is passed.
+            the last layer, also of all, and for patterns; with 1/√fan_in for adapters, and with a tenth of it for the
+            other layers of all. `AutoSampling` replaces that of all by one scale, which it chooses. The likelihood's
+            own parameters, such as a learned log σ, are centred at their start with 3, unless a `Prior` is passed.
         checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
-            file by `torch.save` or of a safetensors file.
+            file by `torch.save` or of a safetensors file. All of the network's tensors have to be there, once, with
+            their shapes; names may begin with those of a part or a wrapper ("model.", "module.").
         example: inputs of the network, to find the last layer by a call.
         chain_start: "same", or as for `BayesianModule`.
         options: further arguments of `BayesianModule`: `lr`, `sampler`, `num_chains`, `temperature`, ….
@@ -93,7 +96,11 @@ def bayesianize(
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a cache of earlier tokens serves the generation of text only
     likelihood = likelihood if likelihood is not None else Categorical()
-    module = BayesianModule(network, likelihood, _prior(prior, kind, likelihood), chain_start=chain_start, **options)
+    if prior is None:
+        prior = _default_prior(network, kind, likelihood, example)
+    elif not isinstance(prior, Prior):
+        prior = GaussianPrior({**_scales_of(likelihood), "*": prior}, center="start")
+    module = BayesianModule(network, likelihood, prior, chain_start=chain_start, **options)
     _say(network, kind)
     return module
 
@@ -130,14 +137,20 @@ def _chosen(network: nn.Module, what: Any, example: Any) -> tuple[nn.Module, str
     return network, "patterns"
 
 
-def _prior(prior: Prior | float | None, kind: str, likelihood: Likelihood) -> Prior:
-    if isinstance(prior, Prior):
-        return prior
-    # A noise scale or cut point is no weight, and the weights' scale would pin it.
-    scales: dict[str, Any] = {"likelihood.*": NOISE_STD} if list(likelihood.parameters()) else {}
-    if prior is not None or kind not in GAINS:
-        return GaussianPrior({**scales, "*": 1.0 if prior is None else prior}, center="start")
-    return GaussianPrior({**scales, "*": "fan_in"}, gain=GAINS[kind], center="start")
+def _scales_of(likelihood: Likelihood) -> dict[str, Any]:
+    """Return the scales of a likelihood's own parameters: a noise scale or cut point is no weight."""
+    return {"likelihood.*": NOISE_STD} if list(likelihood.parameters()) else {}
+
+
+def _default_prior(network: nn.Module, kind: str, likelihood: Likelihood, example: Any) -> Prior:
+    scales = _scales_of(likelihood)
+    if kind == "all":
+        with suppress(ValueError):  # there is none, or it shares its weights
+            scales[f"net.{last_layer(network, example)}.*"] = 1.0  # often it is new, and has to learn
+    gain = GAINS.get(kind)
+    prior = GaussianPrior({**scales, "*": 1.0 if gain is None else "fan_in"}, gain=gain or 1.0, center="start")
+    prior.is_default = kind == "all"
+    return prior
 
 
 def _say(network: nn.Module, kind: str) -> None:
@@ -171,6 +184,14 @@ def last_layer(network: nn.Module, example: Any = None) -> str:
     linear: dict[str, nn.Module] = {
         name: part for name, part in network.named_modules() if isinstance(part, LINEAR) and name
     }
+    of_timm: Any = getattr(network, "get_classifier", None) if type(network).__module__.startswith("timm.") else None
+    heads = of_timm() if of_timm is not None else None
+    if isinstance(heads, tuple):  # of distillation
+        names = [name for name, part in network.named_modules() if any(part is head for head in heads)]
+        raise ValueError(
+            f"{type(network).__name__} has {len(names)} last layers, whose outputs it averages: pass "
+            f"what={[f'{name}.*' for name in names]}"
+        )
     found = _last_called(network, linear, example) if example is not None else _last_defined(network, linear)
     if found is None:
         raise ValueError(
@@ -237,7 +258,19 @@ def with_adapters(network: nn.Module, config: Any) -> nn.Module:
         task = next((task for end, task in TASKS.items() if type(network).__name__.endswith(end)), None)
         of_gpt2 = getattr(getattr(network, "config", None), "model_type", None) == "gpt2"  # its weights are transposed
         config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=of_gpt2)
-    adapted: nn.Module = peft.get_peft_model(network, config)
+    try:
+        adapted: nn.Module = peft.get_peft_model(network, config)
+    except ValueError as error:
+        if config.target_modules or "target_modules" not in str(error):
+            raise
+        ends = Counter(name.rpartition(".")[2] for name, part in network.named_modules() if isinstance(part, nn.Linear))
+        of_blocks = [name for name, count in ends.items() if count > 1] or list(ends)
+        task = getattr(config.task_type, "value", config.task_type)
+        raise ValueError(
+            f"peft does not know which layers of {type(network).__name__} to adapt: pass "
+            f"what=LoraConfig(r=8, task_type={task!r}, target_modules={of_blocks}), "
+            "or some of these names"
+        ) from error
     return adapted
 
 
@@ -251,27 +284,13 @@ def load_weights(network: nn.Module, source: "Mapping[str, Any] | str | Path") -
     names is left out.
     """
     what = "checkpoint" if isinstance(source, Mapping) else f"checkpoint={str(source)!r}"
-    state = _tensors(source, what)
-    names = list(dict(network.named_parameters()))
-    if not names:
+    kept = network.state_dict()
+    own = {n: t for n, t in (*network.named_parameters(), *network.named_buffers()) if n in kept}
+    if not own:
         raise ValueError(f"{type(network).__name__} has no parameters, so {what} cannot be loaded into it")
-    beginnings = sorted({key[: -len(names[0])] for key in state if key.endswith(names[0])}, key=len)
-    beginning = next((b for b in beginnings if all(b + name in state for name in names)), None)
-    if beginning is None:
-        missing = next(name for name in names if (beginnings[0] if beginnings else "") + name not in state)
-        raise ValueError(
-            f"{what} has no '{missing}' (it has {', '.join(list(state)[:4])}, …): pass the checkpoint of a network "
-            f"like this {type(network).__name__}"
-        )
-    own = {key.removeprefix(beginning): tensor for key, tensor in state.items() if key.startswith(beginning)}
-    known = network.state_dict()
-    for name, tensor in own.items():
-        if name in known and known[name].shape != tensor.shape:
-            raise ValueError(
-                f"{what} has '{name}' of shape {tuple(tensor.shape)}, and the network's is {tuple(known[name].shape)}: "
-                "give the network the same layers, and replace its head afterwards"
-            )
-    network.load_state_dict({name: tensor for name, tensor in own.items() if name in known}, strict=False)
+    with torch.no_grad():
+        for name, tensor in weights_of(network, own, _tensors(source, what), what).items():
+            own[name].copy_(tensor)
 
 
 def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, Tensor]:
@@ -282,8 +301,11 @@ def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, T
             raise FileNotFoundError(f"{what} does not exist: pass the path of a checkpoint or state dict")
         check_regular(path)
         content = read_tensors(path, what)
-    elif isinstance(source.get("state_dict"), Mapping):
-        content = source["state_dict"]
+    else:
+        try:
+            content = weights_in(source)
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from error
     found = {str(n): t for n, t in content.items() if isinstance(t, Tensor)} if isinstance(content, Mapping) else {}
     if not found:
         raise ValueError(f"{what} holds no state dict, that is tensors by name: pass one, or a file with one")

@@ -53,7 +53,7 @@ class FeatureDataModule(ArrayDataModule):
         TypeError: if `data` is neither a datamodule nor a loader, or a target is no tensor.
         ValueError: if there is no batch size; at setup, if the data are augmented, drawn with weights or repetition, or
             take more than `max_gb`, if the sampled parameters are in several parts, the network does more with the
-            part's output, or parts before it drop out.
+            part's output, or the part's inputs are others in training than in evaluation, as by dropout.
 
     Example::
 
@@ -206,6 +206,9 @@ class Trunk:
         self._layer: nn.Module = module.get_submodule(name)
         self._room, self._max_gb = max_gb * 1e9, max_gb
         self._is_checked = False
+        module.chains.sharing.set_evaluating()
+        self._modes = [(part, part.training) for part in module.modules()]  # those of a fit
+        module.chains.sharing.set_back()
 
     def features(self, batches: Iterable[Any]) -> Split:
         """Return the features and the targets of batches, in their order."""
@@ -219,6 +222,7 @@ class Trunk:
                 calls = list(seen)
                 if not self._is_checked:
                     _check_output(self.name, self._layer, calls, output)
+                    self._check_training(batch, seen, calls[0][0])
                     self._is_checked = True
                 found.append((calls[0][0].cpu(), self._target(target, len(calls[0][0]))))
                 self._take(found)
@@ -233,6 +237,28 @@ class Trunk:
                 "one: pad all data to one length (padding='max_length')"
             )
         return Split(torch.cat([inputs for inputs, _ in found]), torch.cat([target for _, target in found]))
+
+    def _check_training(self, batch: Any, seen: list[Any], features: Tensor) -> None:
+        """Raise if the part's inputs are others in the steps of a fit, as by dropout that is no layer."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        before = [(part, part.training) for part in self.module.modules()]
+        seen.clear()
+        try:
+            for part, training in self._modes:
+                part.training = training
+            self.module.output_and_target(batch)
+        finally:
+            for part, training in before:
+                part.training = training
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        same = len(seen) == 1 and seen[0][0].shape == features.shape
+        if not same or not torch.allclose(seen[0][0], features, TOLERANCE, TOLERANCE, equal_nan=True):
+            raise ValueError(
+                f"the inputs of '{self.name}' are others in training than in evaluation, as by dropout in forward, "
+                "stochastic depth or a BatchNorm without weights before it, so features would be of another network: "
+                "switch that off in training, such as net.norm.eval(), or fit without FeatureDataModule"
+            )
 
     def _target(self, target: Any, count: int) -> Tensor:
         if not isinstance(target, Tensor) or target.dim() == 0 or len(target) != count:

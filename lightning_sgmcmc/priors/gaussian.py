@@ -74,6 +74,8 @@ class GaussianPrior(ScalePrior):
     """
 
     words = ("fan_in",)
+    is_default = False
+    """Whether nobody has chosen the scales, so that `AutoSampling` does around the centre: that of `bayesianize`."""
 
     def __init__(
         self,

@@ -104,14 +104,28 @@ def prior_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def begin_prior_state(module: nn.Module, prior: Prior) -> None:
-    """Register the tensors of a prior that has some, once, while the module holds a single chain."""
-    if STATE in module._modules:
-        return
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    """Register the tensors of a prior that has some, while the module holds a single chain: once, and again in a fit
+    that samples other parameters or has another prior, where those that stay keep their values.
+
+    Raises:
+        ValueError: if the prior needs others than that with which the module's chains were stacked.
+    """
+    stacked = getattr(getattr(module, "chains", None), "stacked", None)
+    trainable = {
+        name: p if stacked is None or p.dim() == 0 else p[0] for name, p in module.named_parameters() if p.requires_grad
+    }
     tensors = prior.initial_state(without_held(trainable, held_rows(module)))
-    if not tensors:
+    present = {name.removeprefix(f"{STATE}."): tensor for name, tensor in prior_state(module).items()}
+    if tensors.keys() <= present.keys():
         return
-    module.add_module(STATE, PriorState(tensors))
+    if stacked is not None:
+        raise ValueError(
+            f"{prior!r} has tensors that this module's chains did not begin with, as another prior or other sampled "
+            "parameters need them: create a new module for this fit"
+        )
+    kept = {name: present[name] for name, t in tensors.items() if name in present and present[name].shape == t.shape}
+    module._modules.pop(STATE, None)
+    module.add_module(STATE, PriorState(tensors | kept))
     # DDP would broadcast them at every step, and centres are as large as the network and never change.
     module._ddp_params_and_buffers_to_ignore = [f"{STATE}.{name}" for name in tensors]  # type: ignore[assignment]
 

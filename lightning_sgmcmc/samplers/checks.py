@@ -20,8 +20,9 @@ def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
     dtypes = {p.dtype for p in parameters}
     if dtypes & {torch.float16, torch.bfloat16}:
         raise ValueError(
-            "parameters in half precision lose the injected noise to rounding: keep them in float32 and use "
-            "Trainer(precision='bf16-mixed') or '16-mixed' instead of 'bf16-true' or '16-true'"
+            "parameters in half precision lose the injected noise to rounding: keep them in float32 (network.float(), "
+            "or from_pretrained(…, dtype=torch.float32)) and use Trainer(precision='bf16-mixed') or '16-mixed' instead "
+            "of 'bf16-true' or '16-true'"
         )
     if any(dtype.is_complex for dtype in dtypes):
         raise ValueError(

@@ -467,3 +467,41 @@ def test_the_checks_of_a_fit_leave_buffers_as_they_are(chains: int) -> None:
     with pytest.warns(UserWarning, match=r"'net.count' in evaluation mode.*self.training"):
         module = fitted(CountsAlways(), chains)
     assert module.net.get_buffer("count").flatten().tolist() == [STEPS] * chains
+
+
+class WithoutGradient(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.a(x).tanh()
+        return self.b(hidden)
+
+
+class Unused(Net):
+    def more(self) -> None:
+        self.pooler = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize(
+    ("network", "told"),
+    [
+        (WithoutGradient, r"2 of 4 sampled tensors \('net.a.weight', 'net.a.bias'\), so their samples are the prior's"),
+        (Unused, r"2 of 6 sampled tensors \('net.pooler.weight', 'net.pooler.bias'\)"),
+        (Net, None),
+    ],
+)
+def test_weights_that_the_likelihood_does_not_reach_are_named(network: Any, told: str | None, chains: int) -> None:
+    def fit(net: nn.Module) -> list[str]:
+        module = BayesianModule(net, Gaussian(), sampler=SGLD, lr=LR, num_chains=chains)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer(max_steps=2).fit(module, DataLoader(TensorDataset(INPUTS, TARGETS), 4))
+        return [str(one.message) for one in caught if "has no gradient in" in str(one.message)]
+
+    found = fit(network())
+    assert len(found) == (told is not None)
+    assert told is None or re.search(told, found[0])
+    frozen = network()
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_(name.startswith("b."))
+    assert not fit(frozen)

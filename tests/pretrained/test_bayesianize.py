@@ -194,6 +194,27 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
         bayesianize(encoder(), "lora")
 
 
+@pytest.mark.parametrize("name", ["DistilBert", "ModernBert"])
+def test_layers_that_peft_does_not_know_are_asked_for(name: str) -> None:
+    """With the line that the message has it works."""
+    import peft
+    import transformers
+
+    sizes = {"DistilBert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 16}}.get(
+        name, {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    )
+    config = getattr(transformers, f"{name}Config")(vocab_size=30, pad_token_id=0, **sizes)
+    model = getattr(transformers, f"{name}ForSequenceClassification")
+    with pytest.raises(ValueError, match=f"does not know which layers of {name}For.* pass what=LoraConfig") as caught:
+        bayesianize(model(config), "lora")
+    _, _, given = str(caught.value).partition("what=LoraConfig")
+    options = eval(f"dict{given.partition(']')[0]}])")
+    assert options["task_type"] == "SEQ_CLS"
+    names = sampled_names(bayesianize(model(config), peft.LoraConfig(**options)))
+    assert any("lora_A" in one for one in names)
+    assert all("lora_" in one or "classifier" in one for one in names)
+
+
 # -- descriptions -----------------------------------------------------------------------------------------------------
 
 
@@ -358,3 +379,17 @@ def test_a_resumed_run_of_dict_batches_is_the_same_run(tmp_path: Path) -> None:
     resumed = run(7, tmp_path / "third.ckpt")
     state = resumed.lightning_module.state_dict()
     assert all(torch.equal(t, state[n]) for n, t in whole.lightning_module.state_dict().items())
+
+
+def test_two_last_layers_of_timm_are_asked_for() -> None:
+    """A head that distilled stayed as it was drawn, with half of the output."""
+    import timm
+
+    def make() -> Any:
+        return timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3, img_size=32, depth=1)
+
+    with pytest.raises(ValueError, match=r"2 last layers, .*: pass what=\['head.\*', 'head_dist.\*'\]"):
+        bayesianize(make())
+    names = sampled_names(bayesianize(make(), ["head.*", "head_dist.*"]))
+    assert names == [f"net.{head}.{name}" for head in ("head", "head_dist") for name in ("weight", "bias")]
+    assert len(sampled_names(bayesianize(make(), "all"))) > 10

@@ -272,3 +272,36 @@ def test_images_without_augmentation(tmp_path: Path) -> None:
     torch.testing.assert_close(x.values, net[:3](images))
     assert torch.equal(y, labels)
     assert features.num_data == len(data.splits[0].targets)
+
+
+class Dropping(nn.Module):
+    """Drops out in its forward, without a layer for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+class Depth(nn.Module):
+    """Stochastic depth as user code has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1) > 0.5) * 2 if self.training else x
+
+
+@pytest.mark.parametrize("layer", [Dropping, Depth, lambda: nn.BatchNorm1d(20, affine=False)])
+def test_inputs_that_are_others_in_training(layer: Any, tmp_path: Path) -> None:
+    """Else the samples would be of another network than in a fit without features; in evaluation mode they agree."""
+    model = module(network(layer()))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    features = FeatureDataModule(model, table())
+    with pytest.raises(ValueError, match=r"inputs of 'net\.2' are others in training than in evaluation"):
+        features.setup("fit")
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    states = []
+    for place in (table(), None):
+        model = module(network(layer().eval()))
+        fit(model, place or FeatureDataModule(model, table()), tmp_path / f"{place is None}")
+        assert model.posterior is not None
+        states.append([sample.state for sample in model.posterior])
+    for one, other in zip(*states, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
