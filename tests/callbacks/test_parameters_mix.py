@@ -58,8 +58,9 @@ def fit(
     torch.manual_seed(0)
     usual: dict[str, Any] = {"sampler": functools.partial(SGHMC, friction=0.05), "lr": 0.004, "num_chains": 4}
     module = BayesianModule(net, Gaussian(std=0.3), 1.0, seed=0, **(usual | options))
-    callbacks = [SamplingSchedule(burn_in_steps=burn_in, every_n_steps=10), SampleCollector(in_memory=True)]
-    trainer = quiet_trainer(max_steps=steps, callbacks=[*callbacks, *extra, ChainHealth(), RunSummary()])
+    callbacks: list[Any] = [SamplingSchedule(burn_in_steps=burn_in, every_n_steps=10), SampleCollector(in_memory=True)]
+    callbacks += [*extra, ChainHealth(), RunSummary()]
+    trainer = quiet_trainer(max_steps=steps, callbacks=callbacks, check_val_every_n_epoch=500)  # of one step each
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(data, batch_size), val)
