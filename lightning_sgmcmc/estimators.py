@@ -33,6 +33,7 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.predictions.distributions import is_discrete
 from lightning_sgmcmc.priors import FlatPrior, Prior
+from lightning_sgmcmc.schedules import WarmUpAndDecay
 from lightning_sgmcmc.seeding import derive_seed, reseed_everything, unchanged_generators
 from lightning_sgmcmc.tables.arrays import (
     as_series,
@@ -177,12 +178,15 @@ class _BayesianEstimator(BaseEstimator):
 
     def _trainer(self, batches: int) -> pl.Trainer:
         own = [copy.deepcopy(callback) for callback in self.callbacks or ()]
+        epochs = self.max_epochs or max(LEAST_EPOCHS, math.ceil(LEAST_STEPS / batches))
         if not any(isinstance(callback, Schedule) for callback in own):
             std = float(self.prior) if isinstance(self.prior, int | float) else None
-            own.append(AutoSampling(num_draws=math.ceil(self.num_samples / self.num_chains), prior_std=std))
+            draws = math.ceil(self.num_samples / self.num_chains)
+            own.append(schedule := AutoSampling(num_draws=draws, prior_std=std))
+            if not {"max_steps", "max_epochs"} & (self.trainer or {}).keys():
+                self._check_length(schedule.warm_up, draws, epochs, batches)
         if not any(isinstance(callback, SampleCollector) for callback in own):
             own.append(SampleCollector(in_memory=True))
-        epochs = self.max_epochs or max(LEAST_EPOCHS, math.ceil(LEAST_STEPS / batches))
         silent = ("logger", "enable_checkpointing", "enable_model_summary")
         settings: dict[str, Any] = {
             "max_epochs": epochs,
@@ -193,6 +197,16 @@ class _BayesianEstimator(BaseEstimator):
             "check_val_every_n_epoch": epochs,  # the schedule evaluates its samples itself
         }
         return pl.Trainer(**(settings | dict.fromkeys(silent, False) | (self.trainer or {})), callbacks=own)
+
+    def _check_length(self, warm_up: float, draws: int, epochs: int, batches: int) -> None:
+        try:
+            WarmUpAndDecay(epochs * batches, warm_up, draws)
+        except ValueError as error:
+            least = math.ceil(draws / (1 - warm_up) / batches)
+            raise ValueError(
+                f"max_epochs={epochs} makes {epochs * batches} steps, too few for num_samples={self.num_samples} of "
+                f"{self.num_chains} chains: pass max_epochs={least} or more, or fewer samples"
+            ) from error
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

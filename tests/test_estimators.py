@@ -404,3 +404,11 @@ def test_mapies_sets_have_their_coverage(classifier: BayesianClassifier) -> None
     _, sets = conformal.predict_set(x[700:])
     inside = sets[np.arange(500), labels[700:], 0].sum()
     assert stats.betabinom(500, 451, 50).ppf(1e-4) <= inside
+
+
+def test_a_fit_too_short_for_its_samples_names_its_own_arguments() -> None:
+    """The schedule's own error named an argument of a callback that nobody had passed."""
+    with pytest.raises(ValueError, match=r"max_epochs=1 makes 2 steps.*num_samples=80 of 4 chains.*max_epochs=13 or"):
+        BayesianRegressor(max_epochs=1).fit(X, Y)
+    fitted = BayesianRegressor(max_epochs=13).fit(X, Y)
+    assert len(fitted.posterior_) == 80

@@ -300,9 +300,9 @@ def _warn_of_unused(names: list[str], total: int) -> None:
     """Warn of parameters that the likelihood of the first batch does not depend on."""
     some = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
     rank_zero_warn(
-        f"The likelihood of the first batch has no gradient in {len(names)} of {total} sampled tensors ({some}), so "
-        "their samples are the prior's: take torch.no_grad() or detach() out of forward if they compute the output, or "
-        "freeze them by requires_grad_(False)."
+        f"The likelihood of the first batch has no gradient in {len(names)} of {total} sampled tensors ({some}). "
+        "Unless later batches use them, their samples are the prior's: take torch.no_grad() or detach() out of "
+        "forward if they compute the output, or freeze them by requires_grad_(False)."
     )
 
 
