@@ -106,13 +106,13 @@ def test_predictions_of_a_loader_and_of_what_the_network_receives() -> None:
     torch.testing.assert_close(*known, rtol=1e-4, atol=1e-5)
     losses = [sample_losses(posterior, data) for data in (images.val_dataloader(), moved)]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
-    torch.manual_seed(0)
-    student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
-    distilled = posterior.distill(student, images.val_dataloader(), epochs=60, accelerator="cpu")
-    assert (distilled.predict(X[30:]).probabilities - expected).abs().mean() < 0.1
-    student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
-    distilled = posterior.distill(student, moved, epochs=60, accelerator="cpu")
-    assert (distilled.predict(X[30:]).probabilities - expected).abs().mean() < 0.1
+    posterior.model.eval()  # else the hook makes a student's inputs as those of a fit, which here have no normalisation
+    learned = []
+    for data in (images.val_dataloader(), moved):
+        torch.manual_seed(0)
+        student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
+        learned.append(posterior.distill(student, data, epochs=10, accelerator="cpu").predict(X[30:]).probabilities)
+    torch.testing.assert_close(*learned, rtol=1e-3, atol=1e-4)
 
 
 def test_hooks_of_a_module_are_not_for_its_features() -> None:
