@@ -45,8 +45,8 @@ from lightning_sgmcmc.schedules import LR_SHARE, WarmUpAndDecay
 
 FIRST_BLOCK, BLOCK, LAST_CHANGE = 0.05, 0.1, 0.7
 """Shares of the draws: before the first change of a prior's scale, between later ones, and after which it stays."""
-SMALLEST_STD, LARGEST_STD, SHRINKAGE, FREE_GROWTH = 0.1, 1.5, 0.15, 3.0
-"""Of σ; standard deviation of the prior of log overconfidence; growth of σ from which on the temperature falls."""
+SMALLEST_STD, LARGEST_STD, SHRINKAGE, COLDEST = 0.1, 1.5, 0.15, 0.003
+"""Of σ; standard deviation of the prior of log overconfidence; the lowest temperature that σ at its limit leads to."""
 NOISE, POWERS, SHRINKAGE_OF_NUMBERS = (0.05, 0.1), (0.0, 3.0), 0.3
 """Of numbers: shares of the targets' variance that errors have, with the powers of the overconfidence by which the
 temperature rises there; the standard deviation of the prior of its logarithm."""
@@ -84,8 +84,8 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
 
     - The **prior** is N(0, σ²) with one σ for each chain. In classification a chain divides its σ by the calibration
       temperature of its newest samples' average: above 1 they are overconfident, and the prior becomes tighter; below
-      1 it becomes looser. From 3 times the first σ on, in the chains' geometric mean, τ falls so that τ·σ² stays: the
-      spread of weights that the data leave free would make predictions less sure again.
+      1 it becomes looser. Where σ would exceed its limit, 1.5, by a factor c (the chains' geometric mean), τ is divided
+      by c² instead, down to 0.003, since weights that the data leave free spread by √τ·σ, which makes predictions less sure.
     - The **temperature** of numbers, counts and durations rises where noisy ones are predicted too surely. Of the
       newest samples' average let f be the overconfidence (the spread of the targets' normal scores), and s the share of
       the targets' variance in its errors, by their median. Then τ is multiplied by max(f, 1)^g, up to 1, and at 1 the
@@ -195,7 +195,6 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
         self._training: tuple[Any, Tensor | None] = (None, None)  # those data during a drawing, and their y
         self._share: float | None = None  # unexplained at the last decision
         self._begins_warm: bool | None = None
-        self._cold: tuple[float, float] | None = None  # τ and σ of that decision
         self._hot: list[PosteriorSample] = []  # the draws of the part at temperature 1, in host memory
         self.chosen: dict[int, list[tuple[int, float]]] = {}
         """For each chain of the run, the scales of its prior and the steps from which they hold."""
@@ -449,24 +448,23 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             std *= max(CLEAR_STD / std, 1.0) ** float(np.interp(share, (CLEAR, ends[0]), (1.0, 0.0)))
         if warmth < 1:
             std = self._given[1] or std ** (1 - warmth) * self._start_std**warmth
-            self._cold = float(f"{cold ** (1 - warmth):.4g}"), std
-            self.new_temperatures.append((step, self._cold[0]))
+            self.new_temperatures.append((step, float(f"{cold ** (1 - warmth):.4g}")))
             if isinstance(module.prior, HierarchicalPrior) and self._given[1] is None:
                 for chain in self.chosen:
                     self._choose(module, chain, step, std)
 
     def _adapt(self, module: ChainModel, step: int, blocks: Mapping[int, WeightedAverage], target: Tensor) -> None:
         """Set the prior's scale of each chain by its newest draws, and a temperature that suits them."""
+        now, beyond = self._newest_temperature, list[float]()
         for chain, block in blocks.items():
             factor = overconfidence(module.likelihood, block.terms, target, SHRINKAGE)
             if factor is not None:
                 std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
                 self._choose(module, chain, step, min(max(std, SMALLEST_STD), LARGEST_STD))
-        tau, first = self._cold or (self.temperature or 1.0, self._start_std)
-        if tau < 1 and self._given[0] is None and self.temperatures is None:
-            growth = max(geometric_mean(std for *_, (_, std) in self.chosen.values()) / first / FREE_GROWTH, 1.0)
-            if (kept := float(f"{tau / growth**2:.4g}")) != self._newest_temperature:
-                self.new_temperatures.append((step, kept))
+                beyond.append(max(std / LARGEST_STD, 1.0))
+        lower = float(f"{max(now / geometric_mean(beyond or [1.0]) ** 2, COLDEST):.4g}")
+        if lower < now < 1 and self._given[0] is None and self.temperatures is None:
+            self.new_temperatures.append((step, lower))
 
     def _warm(self, module: ChainModel, step: int, factor: float, noise: float) -> None:
         """Raise the temperature of all chains by their overconfidence; at 1 make their priors tighter instead."""
@@ -584,7 +582,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
                 self._blocks[chain].load_state_dict(block)
         super().begin(run, saved)
         if saved is not None:
-            self._left_out, self._share, self._cold = (*saved["warm"][1:], None)[:3]
+            self._left_out, self._share = saved["warm"][1:]
 
     def state(self) -> dict[str, Any]:
         return super().state() | {
@@ -595,6 +593,6 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
             "num_scored": self._num_scored,
             "new_temperatures": list(self.new_temperatures),
             "chosen": dict(self.chosen),
-            "warm": (self._begins_warm, self._left_out, self._share, self._cold),
+            "warm": (self._begins_warm, self._left_out, self._share),
             "hot": [{name: value for name, value in vars(s).items() if name != "shared"} for s in self._hot],
         }
