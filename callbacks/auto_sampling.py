@@ -85,7 +85,7 @@ class AutoSampling(WholeRunSchedule[WarmUpAndDecay]):
     - The **prior** is N(0, σ²) with one σ for each chain. In classification a chain divides its σ by the calibration
       temperature of its newest samples' average: above 1 they are overconfident, and the prior becomes tighter; below
       1 it becomes looser. Where σ would exceed its limit, 1.5, by a factor c (the chains' geometric mean), τ is divided
-      by c² instead, down to 0.003, since weights that the data leave free spread by √τ·σ, which makes predictions less sure.
+      by c² instead, down to 0.003: weights that the data leave free spread by √τ·σ, which makes predictions less sure.
     - The **temperature** of numbers, counts and durations rises where noisy ones are predicted too surely. Of the
       newest samples' average let f be the overconfidence (the spread of the targets' normal scores), and s the share of
       the targets' variance in its errors, by their median. Then τ is multiplied by max(f, 1)^g, up to 1, and at 1 the
