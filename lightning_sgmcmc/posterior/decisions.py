@@ -264,10 +264,13 @@ class Decisions(StoredSamples):
         check_predictions(prediction, "acquire")
         kept: Any = prediction._kept
         if isinstance(prediction, ClassPrediction) and isinstance(kept, Members) and kept.probabilities.dim() == 3:
-            if method == "bald":
-                return _told(_top(prediction.mutual_information, k), kept.weights)
             generator = torch.Generator().manual_seed(derive_seed(seed, "acquire"))
-            return _told(batch_bald(kept.probabilities, kept.weights, k, generator), kept.weights)
+            found = (
+                _top(prediction.mutual_information, k)
+                if method == "bald"
+                else batch_bald(kept.probabilities, kept.weights, k, generator)
+            )
+            return _told(found, kept.weights)
         if not isinstance(kept, Mixture) or prediction.mean.dim() != 2:
             raise TypeError(
                 f"acquire compares inputs by their class or their numbers (n, D), and these predictions are a "
@@ -279,9 +282,9 @@ class Decisions(StoredSamples):
                 f"acquire needs the variance of the noise, and {kept.law.__name__} has none here: choose by "
                 "prediction.epistemic"
             )
-        if method == "batchbald":
-            return _told(batch_of_numbers(law.mean, law.variance, kept.weights, k), kept.weights)
-        return _told(_top(information_of_numbers(law.mean, law.variance, kept.weights), k), kept.weights)
+        numbers = law.mean, law.variance, kept.weights
+        chosen = _top(information_of_numbers(*numbers), k) if method == "bald" else batch_of_numbers(*numbers, k)
+        return _told(chosen, kept.weights)
 
     def rollout(
         self,

@@ -229,8 +229,8 @@ class InputColumns:
 
 
 def in_units(values: Tensor, mean: Any, std: Any) -> tuple[int, float] | None:
-    """Return the column by which a tensor (n, …) is far from standardised numbers, and its mean size, where the tensor
-    is like the training data before they were standardised by a mean and std; else None."""
+    """Return the largest column of the training data and its size, where a tensor (n, …) is like these before they were
+    standardised by a mean and std, and far from standardised numbers; else None. They are the same for each batch."""
     if values.layout is not torch.strided or values.device.type != "cpu" or values.is_complex() or not values.numel():
         return None
     rows = values[:LOOKED_AT].double()
@@ -242,8 +242,9 @@ def in_units(values: Tensor, mean: Any, std: Any) -> tuple[int, float] | None:
     is_near = len(rows) >= 5 and bool((spreads < 0.01).all() & ((spreads / factor - 1).abs() < 0.9).all())
     if not is_far and not (is_near and float(other.max()) < 3):
         return None
-    place = int(own.argmax())
-    return place, float(own[place])
+    sizes = torch.maximum(shift.abs(), factor)
+    place = int(sizes.argmax())
+    return place, float(sizes[place])
 
 
 def plain(name: Any) -> Any:

@@ -131,14 +131,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--root", type=Path)
-    parser.add_argument("--sets", nargs="+", choices=[*NOISY, *COUNTS])
+    parser.add_argument("--sets", nargs="+", choices=[*NOISY, *COUNTS, *CLEAR])
     parser.add_argument("--clear", action="store_true", help="digits and many classes without noise")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measure_quietly()
     is_digits = options.root is None and not options.clear
     sets: dict[str | None, Sequence[int]] = {None: OF_DIGITS} if is_digits else {**NOISY, **COUNTS}
-    sets = {**CLEAR} if options.clear else {name: sets[name] for name in options.sets} if options.sets else sets
+    sets = {**CLEAR} if options.clear else sets
+    sets = {name: sets[name] for name in options.sets} if options.sets else sets
     methods = [*list(AUTO)[:-2], ENSEMBLE] if is_digits else list(OF_CLEAR if options.clear else OF_SETS)
     steps = STEPS if is_digits else STEPS_OF_SETS
     header, rows = ["labels" if is_digits else "data, labels", *methods], []

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import AutoSampling, SampleCollector
-from tests.callbacks.test_posterior_dashboard import StopAt
 from tests.support.comparisons import assert_same
-from tests.support.trainers import quiet_trainer
+from tests.support.trainers import StopAt, quiet_trainer
 
 CLASSES, WIDTH, TRAIN, VALIDATION, COUNT = 50, 32, 500, 60, 2_000
 GENERATOR = torch.Generator().manual_seed(0)

@@ -21,7 +21,7 @@ from lightning_sgmcmc.diagnostics.decisions import leave_one_out_nll
 from lightning_sgmcmc.estimators import BayesianClassifier, BayesianRegressor
 from lightning_sgmcmc.posterior.calibration import unexplained
 from tests.support.comparisons import assert_same
-from tests.support.trainers import quiet_trainer
+from tests.support.trainers import StopAt, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -221,16 +221,6 @@ def test_a_resumed_run_chooses_the_same(tmp_path: Path, epochs: int) -> None:
     assert found[1].new_temperatures == auto.new_temperatures
     assert_same(list(found[0].posterior), list(posterior))
     assert found[0].posterior.weights.tolist() == posterior.weights.tolist()
-
-
-class StopAt(pl.Callback):
-    """Ends a fit after some epochs."""
-
-    def __init__(self, epochs: int) -> None:
-        self._epochs = epochs
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.should_stop = trainer.current_epoch + 1 >= self._epochs
 
 
 class Stream(IterableDataset[Any]):

@@ -30,7 +30,7 @@ from lightning_sgmcmc.figures import logging as logger_output
 from lightning_sgmcmc.report import pictures as dashboard_parts
 from tests.support.problems import Blobs, classifier, loaders
 from tests.support.recorders import Each
-from tests.support.trainers import quiet_trainer
+from tests.support.trainers import StopAt, quiet_trainer
 
 
 class Steps(pl.loggers.CSVLogger):
@@ -230,15 +230,6 @@ def test_a_resumed_run_has_the_whole_history(tmp_path: Path) -> None:
     assert cut["steps"] == list(range(1, 41))
     assert len(cut["samples"]) == 4
     assert cut == whole
-
-
-class StopAt(SamplerCallback):
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch + 1 == self.epoch:
-            trainer.should_stop = True
 
 
 class Fails(SamplerCallback):

@@ -235,6 +235,10 @@ def test_a_tensor_in_the_units_of_the_data_is_told() -> None:
     ):
         with pytest.warns(UserWarning, match=told):
             call()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        posterior.predict(torch.utils.data.DataLoader(raw, 8))
+    assert len(caught) == 1, "and not by each batch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x in (areas, posterior.inputs(areas), 50 * posterior.inputs(areas), raw.new_zeros(1, 3)):

@@ -111,7 +111,8 @@ def test_predictions_of_a_loader_and_of_what_the_network_receives() -> None:
     for data in (images.val_dataloader(), moved):
         torch.manual_seed(0)
         student = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
-        learned.append(posterior.distill(student, data, epochs=10, accelerator="cpu").predict(X[30:]).probabilities)
+        learned.append(posterior.distill(student, data, epochs=60, accelerator="cpu").predict(X[30:]).probabilities)
+        assert (learned[-1] - expected).abs().mean() < 0.1
     torch.testing.assert_close(*learned, rtol=1e-3, atol=1e-4)
 
 

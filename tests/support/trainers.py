@@ -8,7 +8,13 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ChainStrategy, Posterior
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    CyclicalSchedule,
+    SampleCollector,
+    SamplerCallback,
+    SamplingSchedule,
+)
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import DatasetDataModule
@@ -25,6 +31,17 @@ from tests.support.problems import (
     network,
 )
 from tests.support.recorders import Draws
+
+
+class StopAt(SamplerCallback):
+    """Ends a fit after some epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs = epochs
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch + 1 == self._epochs:
+            trainer.should_stop = True
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
